@@ -1,0 +1,55 @@
+"""Transformers that are well conditioned by construction.
+
+A method is a function on a model, applied in place and returning it; together they read as a recipe:
+
+    import timm, wellposed as wp
+
+    model = timm.create_model("vit_base_patch16_224", num_classes=10)
+    wp.cut_skips(model)
+    wp.condition_(model, alpha=2.0, beta=0.6, c=3.0)
+    wp.save(model, "folder/")
+
+Names are imported when they are first used: `import wellposed` imports neither torch nor any model library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wellposed.errors import WellposedError as WellposedError
+    from wellposed.recipes import load as load
+    from wellposed.recipes import recipe as recipe
+    from wellposed.recipes import save as save
+    from wellposed.skipless import condition_ as condition_
+    from wellposed.skipless import cut_skips as cut_skips
+    from wellposed.skipless import restore_skips as restore_skips
+    from wellposed.skipless import skips as skips
+
+_HOMES = {
+    "WellposedError": "errors",
+    "condition_": "skipless",
+    "cut_skips": "skipless",
+    "load": "recipes",
+    "recipe": "recipes",
+    "restore_skips": "skipless",
+    "save": "recipes",
+    "skips": "skipless",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("wellposed")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'wellposed' has no attribute {name!r}")
+    value = getattr(import_module(f"wellposed.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

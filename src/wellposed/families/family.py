@@ -1,0 +1,73 @@
+"""What a family of models is: where its skips are, how its block runs, and where its weights lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from wellposed.families.surgery import SitedModule, library_class
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight matrix in torch's (out, in) layout, a view into the parameter its library keeps it in."""
+
+    module: nn.Module
+    part: int = 0
+    parts: int = 1
+    """The matrix is part `part` of `parts` that the library stacks along the output dimension."""
+
+    def view(self) -> Tensor:
+        """The (out, in) matrix; writing into it writes into the model."""
+        weight = self.module.weight.detach()
+        if type(self.module).__name__ == "Conv1D":  # GPT-2 stores (in, out)
+            weight = weight.T
+        return weight.chunk(self.parts)[self.part]
+
+    def split(self, parts: int) -> tuple[Matrix, ...]:
+        """The matrices stacked in this one."""
+        return tuple(Matrix(self.module, part, parts) for part in range(parts))
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The weight matrices of one transformer block.
+
+    A grouped-query block has fewer rows in `key` and `value` than in `query`; query head j reads from key head
+    j // (query heads / key heads).
+    """
+
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    mlp: tuple[Matrix, ...]
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """The blocks of one architecture in one library."""
+
+    name: str
+    block: str
+    """Path of the class whose forward makes a module a block of this family."""
+    skips: Mapping[str, tuple[str, type[SitedModule]]]
+    """For each skip ("attention", "mlp"): the submodule that adds it ("" is the block itself) and its sited forward."""
+    weights: Callable[[nn.Module], BlockWeights]
+    """The block's matrices; raises UnsuitableModelError with the reason where there are none to speak of."""
+    objection: Callable[[nn.Module], str | None] = lambda block: None
+    """Why this particular block is not supported after all, or None."""
+
+
+def class_path(module: nn.Module) -> str:
+    """Path of the class that supplies `module`'s forward, whatever surgery was done on it."""
+    owner = next(c for c in library_class(module).__mro__ if "forward" in vars(c))
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def matrices(module: nn.Module) -> tuple[Matrix, ...]:
+    """Every two-dimensional weight below `module`, in the order of its definition."""
+    return tuple(Matrix(m) for m in module.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2)

@@ -1,0 +1,187 @@
+"""How HuggingFace transformers lays out its blocks (transformers 5.17 and later).
+
+transformers itself is not imported here: a module that reaches this code was made by it.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from wellposed.families.family import BlockWeights, Family, Matrix, matrices
+from wellposed.families.surgery import SitedModule
+
+MODELS = "transformers.models"
+
+
+class ViTLayer(SitedModule):
+    """The pre-norm block of ViT."""
+
+    wp_forward_of = f"{MODELS}.vit.modeling_vit.ViTLayer"
+    layernorm_before: nn.Module
+    layernorm_after: nn.Module
+    attention: nn.Module
+    mlp: nn.Module
+    dropout: nn.Module
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        hidden_states = self.wp_residual("attention", hidden_states, self.dropout(attended))
+        branch = self.dropout(self.mlp(self.layernorm_after(hidden_states)))
+        return self.wp_residual("mlp", hidden_states, branch)
+
+
+class BertSelfOutput(SitedModule):
+    """The end of BERT's attention: BERT is post-norm, so the addition stands inside the LayerNorm."""
+
+    wp_forward_of = f"{MODELS}.bert.modeling_bert.BertSelfOutput"
+    dense: nn.Module
+    dropout: nn.Module
+    LayerNorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        branch = self.dropout(self.dense(hidden_states))
+        return self.LayerNorm(self.wp_residual("attention", input_tensor, branch))
+
+
+class BertOutput(SitedModule):
+    """The end of BERT's MLP."""
+
+    wp_forward_of = f"{MODELS}.bert.modeling_bert.BertOutput"
+    dense: nn.Module
+    dropout: nn.Module
+    LayerNorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        branch = self.dropout(self.dense(hidden_states))
+        return self.LayerNorm(self.wp_residual("mlp", input_tensor, branch))
+
+
+class GPT2Block(SitedModule):
+    """The pre-norm block of GPT-2, without cross-attention."""
+
+    wp_forward_of = f"{MODELS}.gpt2.modeling_gpt2.GPT2Block"
+    ln_1: nn.Module
+    ln_2: nn.Module
+    attn: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if encoder_hidden_states is not None:
+            raise ValueError("encoder_hidden_states were given, but this GPT-2 block has no cross-attention")
+        attended, _ = self.attn(
+            self.ln_1(hidden_states),
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = self.wp_residual("attention", hidden_states, attended)
+        return self.wp_residual("mlp", hidden_states, self.mlp(self.ln_2(hidden_states)))
+
+
+class LlamaDecoderLayer(SitedModule):
+    """The pre-norm block of Llama."""
+
+    wp_forward_of = f"{MODELS}.llama.modeling_llama.LlamaDecoderLayer"
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states = self.wp_residual("attention", hidden_states, attended)
+        return self.wp_residual("mlp", hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+def _vit_weights(block: nn.Module) -> BlockWeights:
+    attention = block.attention
+    return BlockWeights(*_projections(attention), matrices(block.mlp), attention.head_dim)
+
+
+def _bert_weights(block: nn.Module) -> BlockWeights:
+    attention = block.attention.self
+    return BlockWeights(
+        Matrix(attention.query),
+        Matrix(attention.key),
+        Matrix(attention.value),
+        Matrix(block.attention.output.dense),
+        (Matrix(block.intermediate.dense), Matrix(block.output.dense)),
+        attention.attention_head_size,
+    )
+
+
+def _gpt2_weights(block: nn.Module) -> BlockWeights:
+    attention = block.attn
+    return BlockWeights(
+        *Matrix(attention.c_attn).split(3), Matrix(attention.c_proj), matrices(block.mlp), attention.head_dim
+    )
+
+
+def _llama_weights(block: nn.Module) -> BlockWeights:
+    attention = block.self_attn
+    return BlockWeights(*_projections(attention), matrices(block.mlp), attention.head_dim)
+
+
+def _projections(attention: nn.Module) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+    return Matrix(attention.q_proj), Matrix(attention.k_proj), Matrix(attention.v_proj), Matrix(attention.o_proj)
+
+
+def _cross_attention(block: nn.Module) -> str | None:
+    return "it has cross-attention, whose skip is not supported" if hasattr(block, "crossattention") else None
+
+
+FAMILIES = (
+    Family(
+        name="HuggingFace ViT",
+        block=ViTLayer.wp_forward_of,
+        skips={"attention": ("", ViTLayer), "mlp": ("", ViTLayer)},
+        weights=_vit_weights,
+    ),
+    Family(
+        name="HuggingFace BERT",
+        block=f"{MODELS}.bert.modeling_bert.BertLayer",
+        skips={"attention": ("attention.output", BertSelfOutput), "mlp": ("output", BertOutput)},
+        weights=_bert_weights,
+        objection=_cross_attention,
+    ),
+    Family(
+        name="HuggingFace GPT-2",
+        block=GPT2Block.wp_forward_of,
+        skips={"attention": ("", GPT2Block), "mlp": ("", GPT2Block)},
+        weights=_gpt2_weights,
+        objection=_cross_attention,
+    ),
+    Family(
+        name="HuggingFace Llama",
+        block=LlamaDecoderLayer.wp_forward_of,
+        skips={"attention": ("", LlamaDecoderLayer), "mlp": ("", LlamaDecoderLayer)},
+        weights=_llama_weights,
+    ),
+)

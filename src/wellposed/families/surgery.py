@@ -1,0 +1,104 @@
+"""The one mechanism of surgery: a block's class is swapped for a subclass whose forward has named sites.
+
+A *site* is a named place in a block's forward where a method may act. `Sites` says what happens at each of
+them; its default is what the block's own library does. Because only the class of the instance changes,
+parameters, buffers, state-dict keys, hooks, `deepcopy`, pickling, `torch.compile` and FSDP see the block they
+saw before, several changes compose on one block, and setting the default sites puts the library's class back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from wellposed.errors import UnsuitableModelError
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What a block does at its named sites."""
+
+    cut: frozenset[str] = frozenset()
+    """The residual additions that are left out, a subset of {"attention", "mlp"}."""
+
+
+class SitedModule(nn.Module):
+    """A library's module whose forward is written once more, with its sites named.
+
+    Subclasses hold nothing but that forward. With the default `Sites` it computes exactly what the library's does.
+    """
+
+    wp_forward_of: ClassVar[str]
+    """Path of the library's class whose forward this is."""
+    wp_sites: ClassVar[Sites] = Sites()
+    wp_forward: ClassVar[type[SitedModule]]
+    wp_library_class: ClassVar[type[nn.Module]]
+
+    def wp_residual(
+        self, skip: str, x: Tensor, branch: Tensor, drop_path: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The site of a residual addition: x + drop_path(branch), or the branch alone where the skip is cut.
+
+        Without its skip a dropped branch would leave no signal at all, so drop-path is off there.
+        """
+        if skip in self.wp_sites.cut:
+            return branch
+        return x + (branch if drop_path is None else drop_path(branch))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle and deepcopy by what the class was made from: it has no importable name of its own."""
+        if "wp_sites" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)  # type: ignore[return-value]
+        return _new_instance, (self.wp_forward, self.wp_library_class, self.wp_sites), self.__getstate__()
+
+
+def sites_of(module: nn.Module) -> Sites:
+    """What `module` does at its sites."""
+    return module.wp_sites if isinstance(module, SitedModule) else Sites()
+
+
+def library_class(module: nn.Module) -> type[nn.Module]:
+    """The class `module` had before any surgery."""
+    return module.wp_library_class if isinstance(module, SitedModule) else type(module)
+
+
+def check_operable(module: nn.Module, name: str) -> None:
+    """Raise where swapping the class of `module` would not change what it computes, or would undo someone else's swap."""
+    if "forward" in vars(module):
+        raise UnsuitableModelError(
+            f"{name} has its forward replaced on the instance (accelerate's device_map hooks do this), so a change of "
+            "its class would have no effect. Change the model first, then dispatch or patch it."
+        )
+    if isinstance(module, SitedModule) and "wp_sites" not in vars(type(module)):
+        raise UnsuitableModelError(
+            f"{name} is now a {type(module).__name__}: its class was changed again after wellposed changed it "
+            "(FSDP2's fully_shard does this). Make all changes before sharding."
+        )
+
+
+def set_sites(module: nn.Module, forward: type[SitedModule], sites: Sites) -> None:
+    """Make `module` run `forward` with `sites`, or the library's own forward when the sites are the default ones."""
+    original = library_class(module)
+    module.__class__ = original if sites == Sites() else _sited_class(forward, original, sites)
+
+
+@cache
+def _sited_class(forward: type[SitedModule], original: type[nn.Module], sites: Sites) -> type[SitedModule]:
+    """The subclass of `original` that runs `forward` with `sites`; same __name__, so wrapping policies find it."""
+    attributes = {
+        "wp_sites": sites,
+        "wp_forward": forward,
+        "wp_library_class": original,
+        "__module__": forward.__module__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (forward, original), attributes)
+
+
+def _new_instance(forward: type[SitedModule], original: type[nn.Module], sites: Sites) -> SitedModule:
+    sited = _sited_class(forward, original, sites)
+    return sited.__new__(sited)

@@ -1,0 +1,79 @@
+"""How timm lays out its blocks (timm 1.0.29 and later).
+
+timm itself is not imported here: a module that reaches this code was made by it.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from wellposed.errors import UnsuitableModelError
+from wellposed.families.family import BlockWeights, Family, Matrix, class_path, matrices
+from wellposed.families.surgery import SitedModule
+
+ATTENTION = "timm.layers.attention.Attention"
+
+
+class Block(SitedModule):
+    """The pre-norm block of timm's VisionTransformer."""
+
+    wp_forward_of = "timm.models.vision_transformer.Block"
+    norm1: nn.Module
+    norm2: nn.Module
+    attn: nn.Module
+    mlp: nn.Module
+    ls1: nn.Module
+    ls2: nn.Module
+    drop_path1: Callable[[Tensor], Tensor]
+    drop_path2: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        branch = self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal))
+        x = self.wp_residual("attention", x, branch, self.drop_path1)
+        branch = self.ls2(self.mlp(self.norm2(x)))
+        return self.wp_residual("mlp", x, branch, self.drop_path2)
+
+
+class ConvMixerResidual(SitedModule):
+    """ConvMixer's one skip, around its depthwise convolution: the mixing of tokens, where a ViT has attention."""
+
+    wp_forward_of = "timm.models.convmixer.Residual"
+    fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wp_residual("attention", x, self.fn(x))
+
+
+def _vit_weights(block: nn.Module) -> BlockWeights:
+    attention, mlp = block.attn, block.mlp
+    if class_path(attention) != ATTENTION:
+        raise UnsuitableModelError(f"the attention of its blocks is {class_path(attention)}, expected {ATTENTION}")
+    query, key, value = Matrix(attention.qkv).split(3)
+    if type(mlp).__name__ == "GluMlp":  # gate and value are stacked in fc1
+        hidden = (*Matrix(mlp.fc1).split(2), Matrix(mlp.fc2))
+    else:
+        hidden = matrices(mlp)
+    return BlockWeights(query, key, value, Matrix(attention.proj), hidden, attention.head_dim)
+
+
+def _convmixer_weights(block: nn.Module) -> BlockWeights:
+    raise UnsuitableModelError(
+        "a ConvMixer has no attention and no MLP for alpha, beta and c to act on; it trains without its skip from its "
+        "own initialization, so leave it as it is"
+    )
+
+
+FAMILIES = (
+    Family(
+        name="timm VisionTransformer",
+        block=Block.wp_forward_of,
+        skips={"attention": ("", Block), "mlp": ("", Block)},
+        weights=_vit_weights,
+    ),
+    Family(
+        name="timm ConvMixer",
+        block=ConvMixerResidual.wp_forward_of,
+        skips={"attention": ("", ConvMixerResidual)},
+        weights=_convmixer_weights,
+    ),
+)

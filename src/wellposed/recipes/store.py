@@ -1,0 +1,145 @@
+"""Saving a changed model and loading it again: weights and recipe in one safetensors file."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+
+from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.families import unwrapped
+from wellposed.recipes.origins import build, origin
+from wellposed.recipes.recipe import check_same_changes, recipe, replay
+from wellposed.runs import atomic_path, write_json
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Not the names timm and transformers look for: their loaders know no recipe and would build another model.
+WEIGHTS, READABLE = "wellposed.safetensors", "wellposed.json"
+FORMAT_VERSION = 1
+_HEADER = "wellposed"
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str, Any] | None = None) -> Path:
+    """Write `model` into `folder`, so that `load` can build it again, and return the folder.
+
+    `wellposed.safetensors` holds the weights and, in its header, what the model is and its recipe;
+    `wellposed.json` is a copy of that header for people to read. Files that were there stay whole until the new ones are.
+
+    Args:
+        model: a timm or HuggingFace transformers model.
+        folder: made where it does not exist.
+        model_args: arguments of timm.create_model that made the model; only needed where they cannot be read off it,
+            which is checked before anything is written.
+    """
+    folder, model = Path(folder), unwrapped(model)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise UnsuitableModelError("the model is on the meta device and has no weights to save; materialize it first")
+    header = {"format": FORMAT_VERSION, "model": origin(model, model_args), "recipe": recipe(model)}
+    with atomic_path(folder / WEIGHTS) as temporary:
+        save_model(model, str(temporary), metadata={"format": "pt", _HEADER: json.dumps(header)})
+    write_json(folder / READABLE, header)
+    return folder
+
+
+def load(
+    folder: str | os.PathLike[str], model: Model | None = None, device: torch.device | str = "cpu"
+) -> nn.Module | Model:
+    """The model saved in `folder`, built again with its recipe, in eval mode; or its weights, loaded into `model`.
+
+    With `model`, its recipe must change the forward as the saved one does (RecipeMismatchError), and its keys and
+    shapes must be the saved ones; nothing is loaded otherwise. Its device, dtype and mode stay.
+
+    Nothing in the file is executed: weights are read as safetensors, models are built only from names that the installed
+    timm and transformers know, and nothing is downloaded.
+    """
+    path = _weights_file(Path(folder))
+    header, tensors, shared = _read(path)
+    if model is not None:
+        check_same_changes(unwrapped(model), header["recipe"], str(path))
+        _check_fit(unwrapped(model), tensors, path)
+        unwrapped(model).load_state_dict(tensors)
+        return model
+    with torch.device("meta"):  # before any memory is taken for a model the file may only claim to hold
+        _check_fit(_changed(header), tensors, path)
+    fresh = _changed(header)
+    _tie(fresh, shared)
+    _cast_like(fresh, tensors)
+    fresh.load_state_dict(tensors)
+    return fresh.to(device).eval()
+
+
+def _changed(header: dict[str, Any]) -> nn.Module:
+    model = build(header.get("model"))
+    replay(model, header["recipe"])
+    return model
+
+
+def _weights_file(path: Path) -> Path:
+    file = path / WEIGHTS if path.is_dir() else path
+    if not file.is_file():
+        raise ModelFileError(f"{file} does not exist; expected a folder that wellposed.save wrote")
+    return file
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+    """The header, all weights, and for each weight that was tied to another the name it is stored under."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ModelFileError(f"{path} is not a whole safetensors file ({error}); save the model again") from error
+    if _HEADER not in metadata:
+        raise ModelFileError(f"{path} holds weights but no wellposed header; load it with the library that wrote it")
+    shared = {name: stored for name, stored in metadata.items() if stored in tensors and name not in tensors}
+    tensors |= {name: tensors[stored] for name, stored in shared.items()}
+    return _parsed_header(metadata[_HEADER], path), tensors, shared
+
+
+def _parsed_header(text: str, path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ModelFileError(f"the wellposed header of {path} is not JSON ({error}); save the model again") from error
+    version = header.get("format") if isinstance(header, dict) else None
+    if version != FORMAT_VERSION or not isinstance(header.get("recipe"), list):
+        raise ModelFileError(
+            f"the wellposed header of {path} has format {version!r}, expected {FORMAT_VERSION} with a recipe. "
+            "If a newer wellposed wrote it, upgrade."
+        )
+    return header
+
+
+def _check_fit(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise unless `tensors` has exactly the keys and shapes of `model`."""
+    expected = model.state_dict()
+    problems = [f"missing {name}" for name in expected.keys() - tensors.keys()]
+    problems += [f"unexpected {name}" for name in tensors.keys() - expected.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, expected {tuple(expected[name].shape)}"
+        for name in expected.keys() & tensors.keys()
+        if tensors[name].shape != expected[name].shape
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ModelFileError(f"the weights in {path} do not fit {type(model).__name__}: {shown}")
+
+
+def _tie(model: nn.Module, shared: dict[str, str]) -> None:
+    """Make one parameter of those that were one when the model was saved."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, stored in shared.items():
+        if parameters.keys() >= {name, stored} and parameters[name] is not parameters[stored]:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, parameters[stored])
+
+
+def _cast_like(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in tensors:
+            tensor.data = tensor.data.to(tensors[name].dtype)

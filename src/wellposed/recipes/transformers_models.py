@@ -1,0 +1,57 @@
+"""HuggingFace models as data: the class and its configuration."""
+
+from typing import Any
+
+from torch import nn
+
+from wellposed.errors import ModelFileError, UnsuitableModelError
+
+# A configuration may name attention or expert kernels, or a backbone, to be fetched from a hub and run.
+_REFUSED = ("_implementation", "auto_map", "use_pretrained_backbone", "backbone_kwargs", "quantization_config")
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether `model` is a PreTrainedModel."""
+    return any(f"{c.__module__}.{c.__name__}" == "transformers.modeling_utils.PreTrainedModel" for c in type(model).__mro__)
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The class's name and the configuration, where it differs from the library's defaults."""
+    cls = type(model)
+    if not cls.__module__.startswith("transformers.models."):
+        raise UnsuitableModelError(
+            f"{cls.__module__}.{cls.__qualname__} is not a class of the transformers package, and loading it would run "
+            "code from elsewhere; save it with its own save_pretrained"
+        )
+    return {"library": "transformers", "class": cls.__name__, "config": model.config.to_diff_dict()}
+
+
+def build(described: dict[str, Any]) -> nn.Module:
+    """A fresh HuggingFace model without initialization; only classes the package has, and nothing is fetched."""
+    try:
+        import transformers
+        from transformers.initialization import no_init_weights
+    except ImportError as error:
+        raise ModelFileError("this is a transformers model: pip install 'wellposed[peft]'") from error
+    name, values = described.get("class"), described.get("config")
+    if not isinstance(name, str) or not isinstance(values, dict):
+        raise ModelFileError(f"expected a class and its configuration, got {name!r} and {values!r}")
+    _refuse(values)
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ModelFileError(f"the installed transformers {transformers.__version__} has no model class {name!r}")
+    values = {key: value for key, value in values.items() if key != "transformers_version"}
+    try:
+        config = cls.config_class.from_dict(values)
+        with no_init_weights():
+            return cls(config)
+    except Exception as error:
+        raise ModelFileError(f"transformers cannot make {name} from its configuration: {error}") from error
+
+
+def _refuse(values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if any(word in key for word in _REFUSED) and value:
+            raise ModelFileError(f"the file's configuration sets {key!r}, which can fetch and run code; it is not used")
+        if isinstance(value, dict):
+            _refuse(value)

@@ -1,0 +1,56 @@
+"""Where a measured number came from: command, commit, hardware, versions, date."""
+
+import datetime
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+
+def provenance(device: str, *, seed: int | None = None, command: str | None = None) -> dict[str, str]:
+    """What a reader needs to repeat a measurement on `device` ("cpu", "cuda", ...)."""
+    import torch
+
+    facts = {
+        "command": command or "wellposed " + " ".join(sys.argv[1:]),
+        "commit": _commit(),
+        "hardware": _hardware(device),
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "date": datetime.date.today().isoformat(),
+    }
+    if seed is not None:
+        facts["seed"] = str(seed)
+    return facts
+
+
+def _commit() -> str:
+    """The commit of the source tree this package runs from, `+` when it has uncommitted changes."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", ":/src")
+        return git("rev-parse", "--short", "HEAD") + ("+" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _hardware(device: str) -> str:
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
