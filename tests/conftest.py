@@ -1,4 +1,12 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+# Some virtual machines announce AMX and refuse its instructions, which kills the process at the first bf16 product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import torch
 
 
@@ -19,3 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, which is all that DDP's and FSDP's checks need."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

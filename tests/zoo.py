@@ -1,7 +1,7 @@
 """One small model of every family, with an input, and the skipless block written out by hand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import timm
@@ -26,10 +26,10 @@ class Specimen:
     inputs: Callable[[], dict[str, Tensor]]
     skipless: Forward
     """What a block with its skips cut computes from the block's arguments, written by hand."""
+    linears: Callable[[Any, Tensor], dict[str, Tensor]] | None = None
+    """The block's linear maps applied to the rows of the identity: y = x W as the papers write it."""
     skips: tuple[str, ...] = ("attention", "mlp")
-    head_dim: int = 8
     names: str = "blocks.{}"
-    fused: dict[str, Any] = field(default_factory=dict)
 
     def output(self, model: nn.Module, inputs: dict[str, Tensor] | None = None) -> Tensor:
         result = model(**(inputs or self.inputs()))
@@ -81,7 +81,12 @@ def convmixer(**arguments: Any) -> nn.Module:
 def hf_vit() -> nn.Module:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            image_size=32,
+            patch_size=8,
         )
     )
 
@@ -144,17 +149,50 @@ def _llama_skipless(block: Any, x: Tensor, **options: Any) -> Tensor:
     return block.mlp(block.post_attention_layernorm(x))
 
 
+def _maps(q: Any, k: Any, v: Any, o: Any, mlp: list[Any], eye: Tensor) -> dict[str, Tensor]:
+    maps = {"q": q(eye), "k": k(eye), "v": v(eye), "o": o(eye)}
+    return maps | {f"mlp{i}": layer(torch.eye(width)) for i, (layer, width) in enumerate(mlp)}
+
+
+def _timm_linears(block: Any, eye: Tensor) -> dict[str, Tensor]:
+    parts = [lambda x, i=i: block.attn.qkv(x).chunk(3, dim=-1)[i] for i in range(3)]
+    return _maps(*parts, block.attn.proj, [(block.mlp.fc1, 32), (block.mlp.fc2, 128)], eye)
+
+
+def _hf_vit_linears(block: Any, eye: Tensor) -> dict[str, Tensor]:
+    a = block.attention
+    return _maps(a.q_proj, a.k_proj, a.v_proj, a.o_proj, [(block.mlp.fc1, 32), (block.mlp.fc2, 128)], eye)
+
+
+def _bert_linears(block: Any, eye: Tensor) -> dict[str, Tensor]:
+    a = block.attention.self
+    mlp = [(block.intermediate.dense, 32), (block.output.dense, 128)]
+    return _maps(a.query, a.key, a.value, block.attention.output.dense, mlp, eye)
+
+
+def _gpt2_linears(block: Any, eye: Tensor) -> dict[str, Tensor]:
+    parts = [lambda x, i=i: block.attn.c_attn(x).split(32, dim=-1)[i] for i in range(3)]
+    return _maps(*parts, block.attn.c_proj, [(block.mlp.c_fc, 32), (block.mlp.c_proj, 128)], eye)
+
+
+def _llama_linears(block: Any, eye: Tensor) -> dict[str, Tensor]:
+    a, m = block.self_attn, block.mlp
+    return _maps(a.q_proj, a.k_proj, a.v_proj, a.o_proj, [(m.gate_proj, 32), (m.up_proj, 32), (m.down_proj, 88)], eye)
+
+
 ZOO = {
-    "vit": Specimen("timm VisionTransformer", vit, images, _timm_skipless),
-    "deit": Specimen("timm VisionTransformer", deit, images, _timm_skipless),
-    "dinov2": Specimen("timm VisionTransformer", dinov2, images, _timm_skipless),
+    "vit": Specimen("timm VisionTransformer", vit, images, _timm_skipless, _timm_linears),
+    "deit": Specimen("timm VisionTransformer", deit, images, _timm_skipless, _timm_linears),
+    "dinov2": Specimen("timm VisionTransformer", dinov2, images, _timm_skipless, _timm_linears),
     "convmixer": Specimen(
         "timm ConvMixer", convmixer, images, _convmixer_skipless, skips=("attention",), names="blocks.{}.0"
     ),
-    "hf_vit": Specimen("HuggingFace ViT", hf_vit, pixel_values, _hf_vit_skipless, names="vit.layers.{}"),
-    "bert": Specimen("HuggingFace BERT", bert, tokens, _bert_skipless, names="bert.encoder.layer.{}"),
-    "gpt2": Specimen("HuggingFace GPT-2", gpt2, tokens, _gpt2_skipless, names="transformer.h.{}"),
-    "llama": Specimen("HuggingFace Llama", llama, tokens, _llama_skipless, names="model.layers.{}"),
+    "hf_vit": Specimen(
+        "HuggingFace ViT", hf_vit, pixel_values, _hf_vit_skipless, _hf_vit_linears, names="vit.layers.{}"
+    ),
+    "bert": Specimen("HuggingFace BERT", bert, tokens, _bert_skipless, _bert_linears, names="bert.encoder.layer.{}"),
+    "gpt2": Specimen("HuggingFace GPT-2", gpt2, tokens, _gpt2_skipless, _gpt2_linears, names="transformer.h.{}"),
+    "llama": Specimen("HuggingFace Llama", llama, tokens, _llama_skipless, _llama_linears, names="model.layers.{}"),
 }
 ATTENTIVE = {name: specimen for name, specimen in ZOO.items() if name != "convmixer"}
 

@@ -40,7 +40,9 @@ def skipless_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn
 
 def _skipless(base: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if pretrained:
-        raise InvalidArgumentError(f"skipless_{base} has no pretrained weights; use pretrained=False, or wellposed.load")
+        raise InvalidArgumentError(
+            f"skipless_{base} has no pretrained weights; use pretrained=False, or wellposed.load"
+        )
     of_condition = {name: kwargs.pop(name) for name in _OF_CONDITION & kwargs.keys()}
     model = model_entrypoint(base)(**kwargs)
     return condition_(cut_skips(model), **of_condition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,14 +15,15 @@ from wellposed.families.surgery import SitedModule, library_class
 class Matrix:
     """One weight matrix in torch's (out, in) layout, a view into the parameter its library keeps it in."""
 
-    module: nn.Module
+    module: Any
+    """The library's linear layer."""
     part: int = 0
     parts: int = 1
     """The matrix is part `part` of `parts` that the library stacks along the output dimension."""
 
     def view(self) -> Tensor:
         """The (out, in) matrix; writing into it writes into the model."""
-        weight = self.module.weight.detach()
+        weight: Tensor = self.module.weight.detach()
         if type(self.module).__name__ == "Conv1D":  # GPT-2 stores (in, out)
             weight = weight.T
         return weight.chunk(self.parts)[self.part]
@@ -68,6 +70,6 @@ def class_path(module: nn.Module) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def matrices(module: nn.Module) -> tuple[Matrix, ...]:
-    """Every two-dimensional weight below `module`, in the order of its definition."""
-    return tuple(Matrix(m) for m in module.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2)
+def matrices(module: nn.Module, *names: str) -> tuple[Matrix, ...]:
+    """The weights of the layers `names` of `module`."""
+    return tuple(Matrix(module.get_submodule(name)) for name in names)

@@ -120,37 +120,30 @@ class LlamaDecoderLayer(SitedModule):
         return self.wp_residual("mlp", hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-def _vit_weights(block: nn.Module) -> BlockWeights:
+def _vit_weights(block: Any) -> BlockWeights:
     attention = block.attention
-    return BlockWeights(*_projections(attention), matrices(block.mlp), attention.head_dim)
+    query, key, value, output = matrices(attention, "q_proj", "k_proj", "v_proj", "o_proj")
+    return BlockWeights(query, key, value, output, matrices(block.mlp, "fc1", "fc2"), attention.head_dim)
 
 
-def _bert_weights(block: nn.Module) -> BlockWeights:
-    attention = block.attention.self
-    return BlockWeights(
-        Matrix(attention.query),
-        Matrix(attention.key),
-        Matrix(attention.value),
-        Matrix(block.attention.output.dense),
-        (Matrix(block.intermediate.dense), Matrix(block.output.dense)),
-        attention.attention_head_size,
-    )
+def _bert_weights(block: Any) -> BlockWeights:
+    query, key, value, output = matrices(block.attention, "self.query", "self.key", "self.value", "output.dense")
+    mlp = matrices(block, "intermediate.dense", "output.dense")
+    return BlockWeights(query, key, value, output, mlp, block.attention.self.attention_head_size)
 
 
-def _gpt2_weights(block: nn.Module) -> BlockWeights:
+def _gpt2_weights(block: Any) -> BlockWeights:
     attention = block.attn
-    return BlockWeights(
-        *Matrix(attention.c_attn).split(3), Matrix(attention.c_proj), matrices(block.mlp), attention.head_dim
-    )
+    query, key, value = Matrix(attention.c_attn).split(3)
+    mlp = matrices(block.mlp, "c_fc", "c_proj")
+    return BlockWeights(query, key, value, Matrix(attention.c_proj), mlp, attention.head_dim)
 
 
-def _llama_weights(block: nn.Module) -> BlockWeights:
+def _llama_weights(block: Any) -> BlockWeights:
     attention = block.self_attn
-    return BlockWeights(*_projections(attention), matrices(block.mlp), attention.head_dim)
-
-
-def _projections(attention: nn.Module) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    return Matrix(attention.q_proj), Matrix(attention.k_proj), Matrix(attention.v_proj), Matrix(attention.o_proj)
+    query, key, value, output = matrices(attention, "q_proj", "k_proj", "v_proj", "o_proj")
+    mlp = matrices(block.mlp, "gate_proj", "up_proj", "down_proj")
+    return BlockWeights(query, key, value, output, mlp, attention.head_dim)
 
 
 def _cross_attention(block: nn.Module) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ def library_class(module: nn.Module) -> type[nn.Module]:
 
 
 def check_operable(module: nn.Module, name: str) -> None:
-    """Raise where swapping the class of `module` would not change what it computes, or would undo someone else's swap."""
+    """Raise where swapping the class of `module` would change nothing, or undo a swap someone else made."""
     if "forward" in vars(module):
         raise UnsuitableModelError(
             f"{name} has its forward replaced on the instance (accelerate's device_map hooks do this), so a change of "
@@ -86,17 +85,23 @@ def set_sites(module: nn.Module, forward: type[SitedModule], sites: Sites) -> No
     module.__class__ = original if sites == Sites() else _sited_class(forward, original, sites)
 
 
-@cache
+# One class for the same changes: torch.compile, pickle and wrapping policies compare classes.
+_SITED_CLASSES: dict[tuple[type[SitedModule], type[nn.Module], Sites], type[SitedModule]] = {}
+
+
 def _sited_class(forward: type[SitedModule], original: type[nn.Module], sites: Sites) -> type[SitedModule]:
     """The subclass of `original` that runs `forward` with `sites`; same __name__, so wrapping policies find it."""
-    attributes = {
-        "wp_sites": sites,
-        "wp_forward": forward,
-        "wp_library_class": original,
-        "__module__": forward.__module__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (forward, original), attributes)
+    key = (forward, original, sites)
+    if key not in _SITED_CLASSES:
+        attributes = {
+            "wp_sites": sites,
+            "wp_forward": forward,
+            "wp_library_class": original,
+            "__module__": forward.__module__,
+            "__doc__": original.__doc__,
+        }
+        _SITED_CLASSES[key] = type(original.__name__, (forward, original), attributes)
+    return _SITED_CLASSES[key]
 
 
 def _new_instance(forward: type[SitedModule], original: type[nn.Module], sites: Sites) -> SitedModule:

@@ -4,6 +4,7 @@ timm itself is not imported here: a module that reaches this code was made by it
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,16 +45,18 @@ class ConvMixerResidual(SitedModule):
         return self.wp_residual("attention", x, self.fn(x))
 
 
-def _vit_weights(block: nn.Module) -> BlockWeights:
+def _vit_weights(block: Any) -> BlockWeights:
     attention, mlp = block.attn, block.mlp
     if class_path(attention) != ATTENTION:
         raise UnsuitableModelError(f"the attention of its blocks is {class_path(attention)}, expected {ATTENTION}")
     query, key, value = Matrix(attention.qkv).split(3)
     if type(mlp).__name__ == "GluMlp":  # gate and value are stacked in fc1
-        hidden = (*Matrix(mlp.fc1).split(2), Matrix(mlp.fc2))
+        first = Matrix(mlp.fc1).split(2)
+    elif type(mlp).__name__ == "SwiGLU":
+        first = matrices(mlp, "fc1_g", "fc1_x")
     else:
-        hidden = matrices(mlp)
-    return BlockWeights(query, key, value, Matrix(attention.proj), hidden, attention.head_dim)
+        first = matrices(mlp, "fc1")
+    return BlockWeights(query, key, value, Matrix(attention.proj), (*first, Matrix(mlp.fc2)), attention.head_dim)
 
 
 def _convmixer_weights(block: nn.Module) -> BlockWeights:

@@ -29,7 +29,7 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
     else:
         raise UnsuitableModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is neither a timm nor a transformers model, so a "
-            "folder could not say how to build it. Save the model inside it, or its state_dict() and wellposed.recipe()."
+            "folder could not say how to build it. Save the model inside it, or state_dict() and wellposed.recipe()."
         )
     try:
         json.dumps(described)
@@ -46,7 +46,7 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
     return described
 
 
-def build(described: Origin) -> nn.Module:
+def build(described: Any) -> nn.Module:
     """A fresh model from what `origin` returned; the text may come from anywhere, so nothing in it is trusted."""
     library = described.get("library") if isinstance(described, dict) else None
     if library == "timm":

@@ -28,7 +28,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str,
     """Write `model` into `folder`, so that `load` can build it again, and return the folder.
 
     `wellposed.safetensors` holds the weights and, in its header, what the model is and its recipe;
-    `wellposed.json` is a copy of that header for people to read. Files that were there stay whole until the new ones are.
+    `wellposed.json` is a copy of that header for people to read. Old files stay until the new ones are whole.
 
     Args:
         model: a timm or HuggingFace transformers model.
@@ -54,8 +54,8 @@ def load(
     With `model`, its recipe must change the forward as the saved one does (RecipeMismatchError), and its keys and
     shapes must be the saved ones; nothing is loaded otherwise. Its device, dtype and mode stay.
 
-    Nothing in the file is executed: weights are read as safetensors, models are built only from names that the installed
-    timm and transformers know, and nothing is downloaded.
+    Nothing in the file is executed: weights are read as safetensors, models are built only from names that the
+    installed timm and transformers know, and nothing is downloaded.
     """
     path = _weights_file(Path(folder))
     header, tensors, shared = _read(path)

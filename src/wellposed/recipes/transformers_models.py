@@ -1,5 +1,6 @@
 """HuggingFace models as data: the class and its configuration."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,9 @@ _REFUSED = ("_implementation", "auto_map", "use_pretrained_backbone", "backbone_
 
 def is_transformers(model: nn.Module) -> bool:
     """Whether `model` is a PreTrainedModel."""
-    return any(f"{c.__module__}.{c.__name__}" == "transformers.modeling_utils.PreTrainedModel" for c in type(model).__mro__)
+    return any(
+        f"{c.__module__}.{c.__name__}" == "transformers.modeling_utils.PreTrainedModel" for c in type(model).__mro__
+    )
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -37,14 +40,13 @@ def build(described: dict[str, Any]) -> nn.Module:
     if not isinstance(name, str) or not isinstance(values, dict):
         raise ModelFileError(f"expected a class and its configuration, got {name!r} and {values!r}")
     _refuse(values)
-    cls = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+    cls: Any = getattr(transformers, name, None)
+    if not inspect.isclass(cls) or not issubclass(cls, transformers.PreTrainedModel):
         raise ModelFileError(f"the installed transformers {transformers.__version__} has no model class {name!r}")
     values = {key: value for key, value in values.items() if key != "transformers_version"}
     try:
-        config = cls.config_class.from_dict(values)
         with no_init_weights():
-            return cls(config)
+            return cls(cls.config_class.from_dict(values))
     except Exception as error:
         raise ModelFileError(f"transformers cannot make {name} from its configuration: {error}") from error
 

@@ -5,10 +5,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
-def provenance(device: str, *, seed: int | None = None, command: str | None = None) -> dict[str, str]:
-    """What a reader needs to repeat a measurement on `device` ("cpu", "cuda", ...)."""
+def provenance(device: "torch.device", *, seed: int | None = None, command: str | None = None) -> dict[str, str]:
+    """What a reader needs to repeat a measurement on `device`."""
     import torch
 
     facts = {
@@ -39,10 +43,10 @@ def _commit() -> str:
         return "unknown"
 
 
-def _hardware(device: str) -> str:
+def _hardware(device: "torch.device") -> str:
     import torch
 
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 

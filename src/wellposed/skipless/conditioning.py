@@ -113,7 +113,7 @@ def _condition_queries_and_keys(
 
 
 def _write(matrix: Matrix, gain: float, generator: torch.Generator | None) -> None:
-    """gain x SUO into `matrix`."""
+    """Gain x SUO into `matrix`."""
     target = matrix.view()
     dtype = torch.promote_types(target.dtype, torch.float32)
     orthogonal = semi_orthogonal(*target.shape, generator=generator, device=target.device, dtype=dtype)

@@ -36,8 +36,8 @@ def query_key_factors(
 def top_right_singular_vectors(m: Tensor, k: int) -> Tensor:
     """The right singular vectors of the k largest singular values of each matrix, as columns, largest first.
 
-    Through the eigenvectors of M^T M, at a third of the cost of an SVD. Squaring the spectrum costs the smallest singular
-    vectors their accuracy, not the k largest ones; and whatever the basis v, M v v^T is exact on its span.
+    Through the eigenvectors of M^T M, which cost a fraction of an SVD. Squaring the spectrum takes accuracy from the
+    smallest singular vectors, not from the largest ones.
     """
     return torch.linalg.eigh(m.mT @ m).eigenvectors[..., -k:].flip(-1)
 
@@ -65,9 +65,7 @@ def suo_scale(rows: int, columns: int) -> float:
     return max(math.sqrt(rows / columns), 1.0)
 
 
-def gaussian(
-    shape: tuple[int, ...], *, generator: torch.Generator | None, device: torch.device | str
-) -> Tensor:
+def gaussian(shape: tuple[int, ...], *, generator: torch.Generator | None, device: torch.device | str) -> Tensor:
     """Standard normal float32 numbers on `device`, drawn on the generator's own device where one is given."""
     drawn_on = device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=drawn_on).to(device)

@@ -32,10 +32,8 @@ class BlockSkips:
         return f"{self.name}: attention {words[self.attention]}, mlp {words[self.mlp]} ({self.family})"
 
 
-def cut_skips(
-    model: Model, attention: bool | Collection[str] = True, mlp: bool | Collection[str] = True
-) -> Model:
-    """Remove the residual additions of every block of `model`, in place, and return it.
+def cut_skips(model: Model, attention: bool | Collection[str] = True, mlp: bool | Collection[str] = True) -> Model:
+    r"""Remove the residual additions of every block of `model`, in place, and return it.
 
     Parameters, buffers and state-dict keys stay as they were. Drop-path of a cut branch is off; LayerScale stays
     in the branch (`condition_` sets it to 1). Cutting what is already cut changes nothing. A ConvMixer's one skip,
@@ -55,7 +53,7 @@ def cut_skips(
     Example:
         >>> import timm
         >>> model = cut_skips(timm.create_model("vit_tiny_patch16_224", depth=2), mlp=False)
-        >>> print(*skips(model), sep="\\n")
+        >>> print(*skips(model), sep="\n")
         blocks.0: attention cut, mlp skip (timm VisionTransformer)
         blocks.1: attention cut, mlp skip (timm VisionTransformer)
     """
@@ -117,7 +115,9 @@ def _chosen(found: list[Block], kind: str, choice: bool | Collection[str]) -> se
     if isinstance(choice, bool):
         return having if choice else set()
     if isinstance(choice, str):
-        raise InvalidArgumentError(f"{kind}={choice!r}: expected True, False or a list of block names, as in [{choice!r}]")
+        raise InvalidArgumentError(
+            f"{kind}={choice!r}: expected True, False or a list of block names, as in [{choice!r}]"
+        )
     unknown = sorted(set(choice) - having)
     if unknown:
         raise InvalidArgumentError(

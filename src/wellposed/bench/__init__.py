@@ -1,0 +1,3 @@
+"""Measured comparisons with what a user would do otherwise, each in one run on one machine."""
+
+from wellposed.bench.condition import ConditionBench as ConditionBench

@@ -1,0 +1,33 @@
+"""The command line: `wellposed COMMAND ...`, one file per command, no logic in any of them."""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+from tyro.extras import SubcommandApp
+
+from wellposed.cli import bench
+from wellposed.errors import WellposedError
+
+DESCRIPTION = "Transformers that are well conditioned by construction, and measured."
+
+app = SubcommandApp()
+app.command(bench.app, name="bench", help="The measured comparisons with peers.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv) == ["--version"]:
+        import wellposed
+
+        print(f"wellposed {wellposed.__version__}")
+        return 0
+    try:
+        app.cli(prog="wellposed", description=DESCRIPTION, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+    except WellposedError as error:
+        print(f"wellposed: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,71 @@
+"""The command line as a user meets it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import wellposed
+import wellposed as wp
+from wellposed.bench.condition import condition_by_full_svd
+from wellposed.cli import main
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"wellposed {wellposed.__version__}"
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    assert "bench" in capsys.readouterr().out
+    output = subprocess.run([sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=True)
+    assert "well conditioned" in output.stdout
+
+
+def test_bench_condition_prints_and_keeps_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table.md"
+    assert main(["bench", "condition", "--model", "vit_tiny_patch16_224", "--repeats", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "| wellposed.condition_ |" in printed
+    assert "* commit:" in printed
+    assert out.read_text().strip() == printed.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vit_huge_nothing"], "no model 'vit_huge_nothing'"),
+        (["--model", "resnet18"], "ResNet"),
+        (["--device", "warp"], "device 'warp'"),
+        (["--repeats", "0"], "repeats=0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "condition", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_commands_are_status_2() -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["nothing"])
+    assert leaving.value.code == 2
+
+
+def test_the_peer_computes_the_same_initialization() -> None:
+    """The baseline of the benchmark does the same job: equal spectra, head by head, for the same draws of M."""
+    ours, theirs = (timm.create_model("vit_tiny_patch16_224", depth=1) for _ in range(2))
+    wp.condition_(ours)
+    condition_by_full_svd(theirs)
+    for name in ("mlp.fc1", "mlp.fc2", "attn.proj"):
+        mine, other = (torch.linalg.svdvals(m.blocks[0].get_submodule(name).weight) for m in (ours, theirs))
+        torch.testing.assert_close(mine, other)
+    for part in range(2):
+        mine, other = (torch.linalg.svdvals(m.blocks[0].attn.qkv.weight.chunk(3)[part][:64]) for m in (ours, theirs))
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.0)
