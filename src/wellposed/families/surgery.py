@@ -8,10 +8,12 @@ saw before, several changes compose on one block, and setting the default sites 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.errors import UnsuitableModelError
@@ -80,9 +82,16 @@ def check_operable(module: nn.Module, name: str) -> None:
 
 
 def set_sites(module: nn.Module, forward: type[SitedModule], sites: Sites) -> None:
-    """Make `module` run `forward` with `sites`, or the library's own forward when the sites are the default ones."""
+    """Make `module` run `forward` with `sites`, or the library's own forward when the sites are the default ones.
+
+    Code that torch.compile has made is dropped: not every torch notices that a module it compiled has another class.
+    """
     original = library_class(module)
-    module.__class__ = original if sites == Sites() else _sited_class(forward, original, sites)
+    wanted = original if sites == Sites() else _sited_class(forward, original, sites)
+    if type(module) is not wanted:
+        module.__class__ = wanted
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
 
 
 # One class for the same changes: torch.compile, pickle and wrapping policies compare classes.

@@ -1,6 +1,5 @@
 """HuggingFace models as data: the class and its configuration."""
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -31,24 +30,30 @@ def describe(model: Any) -> dict[str, Any]:
 
 def build(described: dict[str, Any]) -> nn.Module:
     """A fresh HuggingFace model without initialization; only classes the package has, and nothing is fetched."""
-    try:
-        import transformers
-        from transformers.initialization import no_init_weights
-    except ImportError as error:
-        raise ModelFileError("this is a transformers model: pip install 'wellposed[peft]'") from error
     name, values = described.get("class"), described.get("config")
     if not isinstance(name, str) or not isinstance(values, dict):
         raise ModelFileError(f"expected a class and its configuration, got {name!r} and {values!r}")
     _refuse(values)
-    cls: Any = getattr(transformers, name, None)
-    if not inspect.isclass(cls) or not issubclass(cls, transformers.PreTrainedModel):
-        raise ModelFileError(f"the installed transformers {transformers.__version__} has no model class {name!r}")
+    cls = _model_class(name)
+    from transformers.initialization import no_init_weights
+
     values = {key: value for key, value in values.items() if key != "transformers_version"}
     try:
         with no_init_weights():
             return cls(cls.config_class.from_dict(values))
-    except Exception as error:
+    except Exception as error:  # whatever a configuration can make a constructor stumble over
         raise ModelFileError(f"transformers cannot make {name} from its configuration: {error}") from error
+
+
+def _model_class(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelFileError("this is a transformers model: pip install 'wellposed[peft]'") from error
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ModelFileError(f"the installed transformers {transformers.__version__} has no model class {name!r}")
+    return cls
 
 
 def _refuse(values: dict[str, Any]) -> None:
