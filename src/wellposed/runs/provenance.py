@@ -1,6 +1,7 @@
 """Where a measured number came from: command, commit, hardware, versions, date."""
 
 import datetime
+import os
 import platform
 import subprocess
 import sys
@@ -28,7 +29,12 @@ def provenance(device: "torch.device", *, seed: int | None = None, command: str 
 
 
 def _commit() -> str:
-    """The commit of the source tree this package runs from, `+` when it has uncommitted changes."""
+    """The commit of the source tree this package runs from, `+` when it has uncommitted changes.
+
+    WELLPOSED_COMMIT says it where the source was copied without its history.
+    """
+    if "WELLPOSED_COMMIT" in os.environ:
+        return os.environ["WELLPOSED_COMMIT"]
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
