@@ -34,8 +34,8 @@ def test_bench_condition_prints_a_table(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "vit_huge_nothing"], "no model 'vit_huge_nothing'"),
-        (["--model", "resnet18"], "ResNet"),
+        (["--model", "vit_huge_nothing"], "model='vit_huge_nothing'"),
+        (["--model", "resnet18"], "list_models('vit_*')"),
         (["--device", "warp"], "device 'warp'"),
         (["--repeats", "0"], "repeats=0"),
     ],
@@ -56,7 +56,7 @@ def test_unknown_commands_are_status_2() -> None:
 
 
 def test_the_peer_computes_the_same_initialization() -> None:
-    """The baseline of the benchmark does the same job: equal spectra, head by head, for the same draws of M."""
+    """The baseline of the benchmark does the same job: the spectra are those of the same distribution."""
     ours, theirs = (timm.create_model("vit_tiny_patch16_224", depth=1) for _ in range(2))
     wp.condition_(ours)
     condition_by_full_svd(theirs)

@@ -73,5 +73,6 @@ def test_public_names() -> None:
     assert set(wellposed.__all__) <= set(dir(wellposed))
     for name in wellposed.__all__:
         assert getattr(wellposed, name).__doc__
+    assert issubclass(wellposed.errors.UnknownFamilyError, wellposed.WellposedError)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         wellposed.nothing  # noqa: B018

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,6 +45,23 @@ def test_recipe_follows_the_model_not_the_calls() -> None:
     wp.condition_(model)
     assert [entry.get("at") for entry in wp.recipe(model)] == [None, None]
     assert wp.recipe(nn.Linear(2, 2)) == []
+
+
+def test_initialization_is_noted_on_the_model_inside_its_wrapper(tmp_path: Path) -> None:
+    model = vit()
+    wp.condition_(nn.DataParallel(torch.compile(model)), beta=0.9)
+    assert wp.recipe(model) == [{"change": "condition_", "alpha": 2.0, "beta": 0.9, "c": 3.0, "scale_mlp": True}]
+    assert wp.recipe(wp.load(wp.save(torch.compile(model), tmp_path))) == wp.recipe(model)
+
+
+def test_loaded_weights_bring_their_own_provenance(tmp_path: Path) -> None:
+    wp.save(wp.condition_(vit(), beta=np.float32(0.5)), tmp_path / "a")
+    other = wp.condition_(vit(), beta=5)
+    wp.load(tmp_path / "a", other)
+    assert [entry["beta"] for entry in wp.recipe(other)] == [0.5]
+    wp.save(vit(), tmp_path / "b")
+    wp.load(tmp_path / "b", other)
+    assert wp.recipe(other) == []
 
 
 @every_family

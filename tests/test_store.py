@@ -1,6 +1,7 @@
 """Saving and loading: every family, tied weights, and files nobody should trust."""
 
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -14,7 +15,7 @@ import transformers
 from torch import nn
 
 import wellposed as wp
-from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.errors import InvalidArgumentError, ModelFileError, UnsuitableModelError
 from zoo import ATTENTIVE, ZOO, Specimen, classes, convmixer, gpt2, images, llama, vit
 
 WEIGHTS = "wellposed.safetensors"
@@ -61,7 +62,32 @@ def test_other_loaders_fail_loudly(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("specimen", [s for s in ZOO.values() if "Hugging" in s.family], ids=lambda s: s.family)
+def test_models_from_pretrained(specimen: Specimen, tmp_path: Path) -> None:
+    made: Any = specimen.make()
+    made.config.id2label = {0: "cat", 1: "dog"}
+    made.save_pretrained(tmp_path / "hf")
+    model = type(made).from_pretrained(tmp_path / "hf", dtype=torch.bfloat16, attn_implementation="eager")
+    wp.save(wp.cut_skips(model), tmp_path / "wp")
+    loaded: Any = wp.load(tmp_path / "wp")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert loaded.config.id2label == {0: "cat", 1: "dog"}
+    assert classes(loaded) == classes(model)
+
+
+def test_timm_tag_is_kept(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        dino = timm.create_model("vit_small_patch16_224.dino", depth=1)
+    model: Any = dino.to_empty(device="cpu")
+    wp.save(model, tmp_path)
+    loaded: Any = wp.load(tmp_path)
+    assert loaded.pretrained_cfg == model.pretrained_cfg
+    assert loaded.pretrained_cfg["tag"] == "dino"
+
+
 VARIANTS: dict[str, Any] = {
+    "no norm at all": {"global_pool": "avg", "fc_norm": False},
+    "odd width": {"embed_dim": 44, "mlp_ratio": 1414 / 1408, "weight_init": "skip"},
     "pooled": {"global_pool": "avg", "class_token": False},
     "layer scale": {"init_values": 1e-4, "qk_norm": True, "qkv_bias": False},
     "dropped": {"drop_path_rate": 0.3, "drop_rate": 0.1, "attn_drop_rate": 0.2, "pos_drop_rate": 0.1, "depth": 5},
@@ -83,7 +109,7 @@ def test_timm_arguments_are_read_off_the_model(arguments: dict[str, Any], made_b
     loaded = wp.load(tmp_path)
     assert repr(loaded) == repr(model)
     x = torch.randn(1, model.in_chans, *model.patch_embed.img_size)
-    assert torch.equal(loaded(x), model(x))
+    torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_set_input_size_and_a_new_head_are_remembered(tmp_path: Path) -> None:
@@ -118,7 +144,7 @@ def test_a_model_that_could_not_be_built_again_is_refused_before_anything_is_wri
 def test_model_args_say_what_cannot_be_read(tmp_path: Path) -> None:
     arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
     model = wp.cut_skips(vit(norm_layer="rmsnorm")).eval()
-    wp.save(model, tmp_path, model_args={**arguments, "norm_layer": "rmsnorm"})
+    wp.save(model, tmp_path, model_args={**arguments, "norm_layer": "rmsnorm", "pretrained": True})
     assert torch.equal(wp.load(tmp_path)(**images()), model(**images()))
 
 
@@ -169,6 +195,32 @@ def test_weights_of_another_size_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_weights_of_another_kind_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    wp.save(vit(), tmp_path)
+    with safetensors.safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(tmp_path / WEIGHTS)
+    tensors["head.bias"] = tensors["head.bias"].to(dtype)
+    safetensors.torch.save_file(tensors, tmp_path / WEIGHTS, metadata=metadata)
+    for arguments in ((), (vit(),)):
+        with pytest.raises(ModelFileError, match=f"head.bias is {dtype}"):
+            wp.load(tmp_path, *arguments)
+
+
+def test_wrong_places(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelFileError, match="is a file"):
+        wp.save(vit(), tmp_path / "file")
+    wp.save(vit(), tmp_path)
+    with pytest.raises(InvalidArgumentError, match="'warp'"):
+        wp.load(tmp_path, device="warp")
+    with pytest.raises(InvalidArgumentError, match="give only one"):
+        wp.load(tmp_path, vit(), device="cpu")
+    with pytest.raises(InvalidArgumentError, match="NoneType"):
+        wp.save(None, tmp_path)
+
+
 # --- files nobody should trust
 
 
@@ -205,6 +257,10 @@ TIMM = {"library": "timm", "architecture": "vit_tiny_patch16_224", "args": {}}
 GPT2 = {"library": "transformers", "class": "GPT2LMHeadModel", "config": {"model_type": "gpt2", "n_layer": 1}}
 
 
+def _hf(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"format": 1, "model": {"library": "transformers", "class": name, "config": config}, "recipe": []}
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [
@@ -230,13 +286,26 @@ GPT2 = {"library": "transformers", "class": "GPT2LMHeadModel", "config": {"model
         ({"format": 1, "model": GPT2 | {"config": {"n_layer": "many"}}, "recipe": []}, "cannot make"),
         ({"format": 1, "model": GPT2 | {"config": {"_attn_implementation": "evil/kernel"}}, "recipe": []}, "run code"),
         ({"format": 1, "model": GPT2 | {"config": {"x": {"auto_map": {"A": "evil"}}}}, "recipe": []}, "run code"),
+        ({"format": 1, "model": GPT2 | {"config": {"x": [{"auto_map": {"A": "evil"}}]}}, "recipe": []}, "run code"),
+        ({"format": 1, "model": GPT2 | {"config": {"n_layer": 10**7}}, "recipe": []}, "10000000 layers"),
+        ({"format": 1, "model": TIMM | {"args": {"depth": 10**7}}, "recipe": []}, "10000000 layers"),
+        ({"format": 1, "model": TIMM | {"args": {"num_heads": 0}}, "recipe": []}, "cannot make"),
+        ({"format": 1, "model": TIMM | {"args": {"norm_layer": "evil"}}, "recipe": []}, "cannot make"),
+        ({"format": 1, "model": TIMM | {"args": {"mlp_ratio": math.inf}}, "recipe": []}, "cannot make"),
+        ({"format": 1, "model": TIMM | {"architecture": "vit_tiny_patch16_224.evil"}, "recipe": []}, "cannot make"),
+        ('{"format": ' + "9" * 5000 + "}", "not JSON"),
+        (_hf("TimmBackbone", {"backbone": "hf-hub:evil/model"}), "TimmBackbone|run code"),
+        (_hf("DetrModel", {"backbone_config": {"backbone": "hf-hub:evil/model"}}), "DetrModel|run code"),
+        (_hf("TimmWrapperModel", {"architecture": "local-dir:evil"}), "no model class 'TimmWrapperModel'"),
+        (_hf("TimmWrapperModel", {"model_args": {"checkpoint_path": "evil.pt"}}), "no model class"),
         ({"format": 1, "model": GPT2, "recipe": []}, "do not fit"),
     ],
     ids=lambda value: str(value)[:60],
 )
 def test_hostile_headers(header: Any, message: str, tmp_path: Path) -> None:
     text = header if isinstance(header, str) else json.dumps(header)
-    safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / WEIGHTS, metadata={"wellposed": text})
+    tensors = {f"x{i}": torch.ones(1) for i in range(12)}
+    safetensors.torch.save_file(tensors, tmp_path / WEIGHTS, metadata={"wellposed": text})
     with pytest.raises(ModelFileError, match=message):
         wp.load(tmp_path)
 

@@ -15,8 +15,11 @@ Names are imported when they are first used: `import wellposed` imports neither 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wellposed import errors as errors
+
 if TYPE_CHECKING:
     from wellposed.errors import WellposedError as WellposedError
+    from wellposed.optim import SOAP as SOAP
     from wellposed.recipes import load as load
     from wellposed.recipes import recipe as recipe
     from wellposed.recipes import save as save
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from wellposed.skipless import skips as skips
 
 _HOMES = {
+    "SOAP": "optim",
     "WellposedError": "errors",
     "condition_": "skipless",
     "cut_skips": "skipless",

@@ -1,3 +1,4 @@
 """Measured comparisons with what a user would do otherwise, each in one run on one machine."""
 
 from wellposed.bench.condition import ConditionBench as ConditionBench
+from wellposed.bench.soap import SoapBench as SoapBench

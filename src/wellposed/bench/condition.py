@@ -33,8 +33,8 @@ class ConditionBench:
         from wellposed.runs import device_named, provenance
         from wellposed.skipless import condition_
 
-        if not timm.is_model(self.model):
-            raise InvalidArgumentError(f"timm has no model {self.model!r}; timm.list_models('vit*') lists those it has")
+        if self.model not in timm.list_models("vit_*"):
+            raise InvalidArgumentError(f"model={self.model!r}: expected one of timm.list_models('vit_*')")
         if self.repeats < 1:
             raise InvalidArgumentError(f"repeats={self.repeats}: expected at least 1")
         device = device_named(self.device)

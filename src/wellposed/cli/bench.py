@@ -2,7 +2,7 @@
 
 from tyro.extras import SubcommandApp
 
-from wellposed.bench import ConditionBench
+from wellposed.bench import ConditionBench, SoapBench
 
 app = SubcommandApp()
 
@@ -10,6 +10,16 @@ app = SubcommandApp()
 @app.command
 def condition(config: ConditionBench) -> None:
     """Time wellposed.condition_ against one full SVD per head and per W_V, W_O pair.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def soap(config: SoapBench) -> None:
+    """Time wellposed.SOAP against pytorch_optimizer's SOAP and fused AdamW, alone and within training.
 
     Args:
         config: what to measure.

@@ -60,6 +60,8 @@ class Family:
     """For each skip ("attention", "mlp"): the submodule that adds it ("" is the block itself) and its sited forward."""
     weights: Callable[[nn.Module], BlockWeights]
     """The block's matrices; raises UnsuitableModelError with the reason where there are none to speak of."""
+    homes: tuple[str, ...]
+    """The modules whose classes may stand around a block; any other is an architecture with more to it."""
     objection: Callable[[nn.Module], str | None] = lambda block: None
     """Why this particular block is not supported after all, or None."""
 

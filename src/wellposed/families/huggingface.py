@@ -156,12 +156,14 @@ FAMILIES = (
         block=ViTLayer.wp_forward_of,
         skips={"attention": ("", ViTLayer), "mlp": ("", ViTLayer)},
         weights=_vit_weights,
+        homes=(f"{MODELS}.vit.modeling_vit",),
     ),
     Family(
         name="HuggingFace BERT",
         block=f"{MODELS}.bert.modeling_bert.BertLayer",
         skips={"attention": ("attention.output", BertSelfOutput), "mlp": ("output", BertOutput)},
         weights=_bert_weights,
+        homes=(f"{MODELS}.bert.modeling_bert",),
         objection=_cross_attention,
     ),
     Family(
@@ -169,6 +171,7 @@ FAMILIES = (
         block=GPT2Block.wp_forward_of,
         skips={"attention": ("", GPT2Block), "mlp": ("", GPT2Block)},
         weights=_gpt2_weights,
+        homes=(f"{MODELS}.gpt2.modeling_gpt2",),
         objection=_cross_attention,
     ),
     Family(
@@ -176,5 +179,6 @@ FAMILIES = (
         block=LlamaDecoderLayer.wp_forward_of,
         skips={"attention": ("", LlamaDecoderLayer), "mlp": ("", LlamaDecoderLayer)},
         weights=_llama_weights,
+        homes=(f"{MODELS}.llama.modeling_llama",),
     ),
 )

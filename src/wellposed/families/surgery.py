@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import UnsuitableModelError
-
 
 @dataclass(frozen=True)
 class Sites:
@@ -67,31 +65,16 @@ def library_class(module: nn.Module) -> type[nn.Module]:
     return module.wp_library_class if isinstance(module, SitedModule) else type(module)
 
 
-def check_operable(module: nn.Module, name: str) -> None:
-    """Raise where swapping the class of `module` would change nothing, or undo a swap someone else made."""
-    if "forward" in vars(module):
-        raise UnsuitableModelError(
-            f"{name} has its forward replaced on the instance (accelerate's device_map hooks do this), so a change of "
-            "its class would have no effect. Change the model first, then dispatch or patch it."
-        )
-    if isinstance(module, SitedModule) and "wp_sites" not in vars(type(module)):
-        raise UnsuitableModelError(
-            f"{name} is now a {type(module).__name__}: its class was changed again after wellposed changed it "
-            "(FSDP2's fully_shard does this). Make all changes before sharding."
-        )
-
-
 def set_sites(module: nn.Module, forward: type[SitedModule], sites: Sites) -> None:
-    """Make `module` run `forward` with `sites`, or the library's own forward when the sites are the default ones.
-
-    Code that torch.compile has made is dropped: not every torch notices that a module it compiled has another class.
-    """
+    """Make `module` run `forward` with `sites`, or the library's own forward when the sites are the default ones."""
     original = library_class(module)
-    wanted = original if sites == Sites() else _sited_class(forward, original, sites)
-    if type(module) is not wanted:
-        module.__class__ = wanted
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
+    module.__class__ = original if sites == Sites() else _sited_class(forward, original, sites)
+
+
+def drop_compiled_code() -> None:
+    """Make torch.compile start anew: not every torch notices that a module it has compiled has another class."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 # One class for the same changes: torch.compile, pickle and wrapping policies compare classes.

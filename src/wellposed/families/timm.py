@@ -72,11 +72,15 @@ FAMILIES = (
         block=Block.wp_forward_of,
         skips={"attention": ("", Block), "mlp": ("", Block)},
         weights=_vit_weights,
+        homes=tuple(
+            f"timm.models.{module}" for module in ("vision_transformer", "deit", "pit", "naflexvit", "_features")
+        ),
     ),
     Family(
         name="timm ConvMixer",
         block=ConvMixerResidual.wp_forward_of,
         skips={"attention": ("", ConvMixerResidual)},
         weights=_convmixer_weights,
+        homes=("timm.models.convmixer",),
     ),
 )

@@ -17,53 +17,66 @@ from wellposed.recipes import timm_models, transformers_models
 Origin = dict[str, Any]
 
 # Attributes that say how a model runs at the moment, not what it is.
-_PASSING = {"training", "grad_checkpointing", "gradient_checkpointing", "fused_attn"}
+_PASSING = {"training", "grad_checkpointing", "fused_attn", "weight_init_mode", "fix_init"}
+_LAYER_COUNTS = ("depth", "num_hidden_layers", "n_layer")
 
 
 def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin:
     """How to build a model like `model`; raises UnsuitableModelError where that cannot be told."""
     if timm_models.is_timm(model):
-        described = timm_models.describe(model, model_args)
+        described, advice = timm_models.describe(model, model_args), "Give timm.create_model's arguments as model_args"
     elif transformers_models.is_transformers(model):
-        described = transformers_models.describe(model)
+        described, advice = transformers_models.describe(model), "Undo what was changed by hand after it was built"
     else:
         raise UnsuitableModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is neither a timm nor a transformers model, so a "
             "folder could not say how to build it. Save the model inside it, or state_dict() and wellposed.recipe()."
         )
     try:
-        json.dumps(described)
+        described = json.loads(json.dumps(described))
     except TypeError as error:
         raise UnsuitableModelError(f"the model's arguments do not fit into JSON ({error}): {described}") from error
     with torch.device("meta"):
         rebuilt = build(described)
-    difference = _first_difference(model, rebuilt)
+    # A transformers model follows from its configuration; what timm's arguments are had to be guessed from its parts.
+    difference = _first_difference(model, rebuilt, attributes=described["library"] == "timm")
     if difference:
         raise UnsuitableModelError(
-            f"cannot tell how {type(model).__name__} was made: rebuilt from {described}, {difference}. "
-            "Give timm.create_model's arguments as model_args, or undo what was changed by hand."
+            f"cannot tell how {type(model).__name__} was made: rebuilt from {described}, {difference}. {advice}."
         )
     return described
 
 
-def build(described: Any) -> nn.Module:
-    """A fresh model from what `origin` returned; the text may come from anywhere, so nothing in it is trusted."""
+def build(described: Any, at_most_layers: int | None = None) -> nn.Module:
+    """A fresh model from what `origin` returned; the text may come from anywhere, so nothing in it is trusted.
+
+    A model with more layers than `at_most_layers`, the number of tensors at hand, is not even begun.
+    """
     library = described.get("library") if isinstance(described, dict) else None
-    if library == "timm":
-        return timm_models.build(described)
-    if library == "transformers":
-        return transformers_models.build(described)
-    raise ModelFileError(f"the file names the library {library!r}; expected 'timm' or 'transformers'")
+    if library not in {"timm", "transformers"}:
+        raise ModelFileError(f"the file names the library {library!r}; expected 'timm' or 'transformers'")
+    for count in _layer_counts(described):
+        if at_most_layers is not None and count > at_most_layers:
+            raise ModelFileError(
+                f"the file describes {count} layers but holds {at_most_layers} tensors; it is not used"
+            )
+    return timm_models.build(described) if library == "timm" else transformers_models.build(described)
 
 
-def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str | None:
+def _layer_counts(described: dict[str, Any]) -> list[int]:
+    values = described.get("args") or described.get("config")
+    numbers = [values.get(name) for name in _LAYER_COUNTS] if isinstance(values, dict) else []
+    return [number for number in numbers if isinstance(number, int)]
+
+
+def _first_difference(model: nn.Module, rebuilt: nn.Module, *, attributes: bool) -> str | None:
     ours, theirs = dict(model.named_modules()), dict(rebuilt.named_modules())
     for name in [*theirs, *ours]:
         if name not in ours or name not in theirs:
             return f"the module {name!r} is {'missing' if name in ours else 'one too many'}"
         if library_class(ours[name]).__name__ != library_class(theirs[name]).__name__:
             return f"{name!r} is a {type(theirs[name]).__name__}, not a {type(ours[name]).__name__}"
-        for attribute, value in vars(theirs[name]).items():
+        for attribute, value in vars(theirs[name]).items() if attributes else ():
             own = vars(ours[name]).get(attribute)
             if _is_plain(value) and attribute not in _PASSING and not attribute.startswith("_") and own != value:
                 return f"{name}.{attribute} is {value!r}, not {own!r}"

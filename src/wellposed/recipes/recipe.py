@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from wellposed.errors import ModelFileError, RecipeMismatchError, WellposedError
-from wellposed.skipless.conditioning import note_conditioning, read_conditioning
+from wellposed.families import unwrapped
+from wellposed.skipless.conditioning import forget_conditioning, note_conditioning, read_conditioning
 from wellposed.skipless.skips import cut_skips, read_cuts
 
 Entry = dict[str, Any]
@@ -41,6 +42,7 @@ def recipe(model: nn.Module) -> list[Entry]:
         >>> wp.recipe(wp.cut_skips(timm.create_model("vit_tiny_patch16_224", depth=1)))
         [{'change': 'cut_skips', 'attention': True, 'mlp': True}]
     """
+    model = unwrapped(model)
     return [{"change": name, **arguments} for name, change in CHANGES.items() for arguments in change.read(model)]
 
 
@@ -64,6 +66,12 @@ def check_same_changes(model: nn.Module, entries: list[Entry], source: str) -> N
             f"  model:   {ours or 'no change'}\n"
             "Make the model's changes those of the weights, or let wellposed.load(folder) build the model."
         )
+
+
+def take_provenance(model: nn.Module, entries: list[Entry]) -> None:
+    """Note on `model`, whose weights were just loaded, where they come from according to `entries`."""
+    forget_conditioning(model)
+    replay(model, [entry for entry in entries if not _parsed(entry)[0].changes_forward])
 
 
 def _forward_changes(entries: list[Entry]) -> list[Entry]:

@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.errors import InvalidArgumentError, ModelFileError, UnsuitableModelError
 from wellposed.families import unwrapped
 from wellposed.recipes.origins import build, origin
-from wellposed.recipes.recipe import check_same_changes, recipe, replay
-from wellposed.runs import atomic_path, write_json
+from wellposed.recipes.recipe import check_same_changes, recipe, replay, take_provenance
+from wellposed.runs import atomic_path, device_named, write_json
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,8 +37,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str,
             which is checked before anything is written.
     """
     folder, model = Path(folder), unwrapped(model)
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
-        raise UnsuitableModelError("the model is on the meta device and has no weights to save; materialize it first")
+    if folder.exists() and not folder.is_dir():
+        raise ModelFileError(f"{folder} is a file; expected a folder, or a name that is free")
+    _check_savable(model)
     header = {"format": FORMAT_VERSION, "model": origin(model, model_args), "recipe": recipe(model)}
     with atomic_path(folder / WEIGHTS) as temporary:
         save_model(model, str(temporary), metadata={"format": "pt", _HEADER: json.dumps(header)})
@@ -47,34 +48,50 @@ def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str,
 
 
 def load(
-    folder: str | os.PathLike[str], model: Model | None = None, device: torch.device | str = "cpu"
+    folder: str | os.PathLike[str], model: Model | None = None, device: torch.device | str | None = None
 ) -> nn.Module | Model:
     """The model saved in `folder`, built again with its recipe, in eval mode; or its weights, loaded into `model`.
 
-    With `model`, its recipe must change the forward as the saved one does (RecipeMismatchError), and its keys and
-    shapes must be the saved ones; nothing is loaded otherwise. Its device, dtype and mode stay.
+    A fresh model is put on `device`, the CPU if None. A given `model` must change its forward as the saved recipe does
+    (RecipeMismatchError) and have the saved keys and shapes; nothing is loaded otherwise. Its device, dtype and mode
+    stay.
 
     Nothing in the file is executed: weights are read as safetensors, models are built only from names that the
     installed timm and transformers know, and nothing is downloaded.
     """
+    if model is not None and device is not None:
+        raise InvalidArgumentError(f"device={device!r} with a model: its weights stay where they are; give only one")
+    place = device_named(str(device or "cpu"))
     path = _weights_file(Path(folder))
     header, tensors, shared = _read(path)
     if model is not None:
-        check_same_changes(unwrapped(model), header["recipe"], str(path))
-        _check_fit(unwrapped(model), tensors, path)
-        unwrapped(model).load_state_dict(tensors)
+        target = unwrapped(model)
+        check_same_changes(target, header["recipe"], str(path))
+        _check_fit(target, tensors, path)
+        target.load_state_dict(tensors)
+        take_provenance(target, header["recipe"])
         return model
     with torch.device("meta"):  # before any memory is taken for a model the file may only claim to hold
-        _check_fit(_changed(header), tensors, path)
-    fresh = _changed(header)
+        _check_fit(_changed(header, len(tensors)), tensors, path)
+    fresh = _changed(header, len(tensors))
     _tie(fresh, shared)
     _cast_like(fresh, tensors)
     fresh.load_state_dict(tensors)
-    return fresh.to(device).eval()
+    return fresh.to(place).eval()
 
 
-def _changed(header: dict[str, Any]) -> nn.Module:
-    model = build(header.get("model"))
+def _check_savable(model: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta or hasattr(tensor, "full_tensor"):
+            kind = "on the meta device" if getattr(tensor, "is_meta", False) else f"a {type(tensor).__name__}"
+            raise UnsuitableModelError(
+                f"cannot save {name}: it is {kind}, not a tensor with values. "
+                "Save the model before it is quantized or sharded, and after it is materialized."
+            )
+
+
+def _changed(header: dict[str, Any], tensors: int) -> nn.Module:
+    model = build(header.get("model"), at_most_layers=tensors)
     replay(model, header["recipe"])
     return model
 
@@ -91,7 +108,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-        tensors = load_file(path)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{path} is not a whole safetensors file ({error}); save the model again") from error
     if _HEADER not in metadata:
@@ -104,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]
 def _parsed_header(text: str, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"the wellposed header of {path} is not JSON ({error}); save the model again") from error
     version = header.get("format") if isinstance(header, dict) else None
     if version != FORMAT_VERSION or not isinstance(header.get("recipe"), list):
@@ -125,9 +142,19 @@ def _check_fit(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None
         for name in expected.keys() & tensors.keys()
         if tensors[name].shape != expected[name].shape
     ]
+    problems += [
+        f"{name} is {tensors[name].dtype}, expected {expected[name].dtype}"
+        for name in expected.keys() & tensors.keys()
+        if not _interchangeable(tensors[name].dtype, expected[name].dtype)
+    ]
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ModelFileError(f"the weights in {path} do not fit {type(model).__name__}: {shown}")
+
+
+def _interchangeable(ours: torch.dtype, theirs: torch.dtype) -> bool:
+    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return ours == theirs or (ours in floating and theirs in floating)
 
 
 def _tie(model: nn.Module, shared: dict[str, str]) -> None:

@@ -20,19 +20,25 @@ def is_timm(model: nn.Module) -> bool:
 
 def describe(model: nn.Module, model_args: dict[str, Any] | None = None) -> dict[str, Any]:
     """The architecture and the arguments of `timm.create_model` that differ from its defaults."""
-    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-    if architecture is None and type(model).__name__ not in _OWN_CLASSES:
+    made_as = getattr(model, "pretrained_cfg", None) or {}
+    if made_as.get("architecture") is None and type(model).__name__ not in _OWN_CLASSES:
         raise UnsuitableModelError(
             f"this {type(model).__name__} was not made by timm.create_model, so its architecture has no name"
         )
-    described = {"library": "timm", "architecture": architecture or type(model).__name__}
-    if model_args is None:
-        model_args = _arguments(model)
-        if architecture is not None:
-            with torch.device("meta"):
-                default = _arguments(build(described))
-            model_args = {key: value for key, value in model_args.items() if default.get(key) != value}
-    return {**described, "args": model_args}
+    described: dict[str, Any] = {"library": "timm", "architecture": made_as.get("architecture", type(model).__name__)}
+    arguments = _arguments(model)
+    if made_as:
+        with torch.device("meta"):
+            unchanged: Any = build(described)
+        if made_as.get("tag") != unchanged.pretrained_cfg.get("tag"):  # another mean and std go with another tag
+            described["architecture"] += f".{made_as['tag']}"
+        default = _arguments(unchanged)
+        # What fc_norm is by default depends on global_pool, so the two go together.
+        kept = {"global_pool", "fc_norm"} if arguments.get("global_pool") != default.get("global_pool") else set()
+        arguments = {key: v for key, v in arguments.items() if default.get(key) != v or key in kept}
+    if model_args is not None:
+        arguments = {key: v for key, v in model_args.items() if not _loads_something(key)}
+    return {**described, "args": arguments}
 
 
 def build(described: dict[str, Any]) -> nn.Module:
@@ -42,22 +48,28 @@ def build(described: dict[str, Any]) -> nn.Module:
     name, arguments = described.get("architecture"), described.get("args", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ModelFileError(f"expected an architecture and its arguments, got {name!r} and {arguments!r}")
-    loading = set(inspect.signature(timm.create_model).parameters) - {"kwargs"}
-    refused = sorted(key for key in arguments if key in loading or key.startswith("pretrained"))
+    refused = sorted(filter(_loads_something, arguments))
     if refused:
         raise ModelFileError(f"the file sets {refused}, arguments that load other files; it is not used")
-    if name in _OWN_CLASSES:
-        constructor: Callable[..., nn.Module] = getattr(timm.models, name)
-    elif timm.is_model(name):  # a plain name: never "hf-hub:..." or "local-dir:..."
-        constructor = timm.models.model_entrypoint(name)
-    else:
-        raise ModelFileError(
-            f"the installed timm {timm.__version__} has no model {name!r}; upgrade timm, or import what registers it"
-        )
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    architecture, _, tag = name.partition(".")
     try:
-        return constructor(**{key: tuple(v) if isinstance(v, list) else v for key, v in arguments.items()})
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        if name in _OWN_CLASSES:
+            return getattr(timm.models, name)(**arguments)
+        if timm.is_model(architecture):  # a plain name: never "hf-hub:..." or "local-dir:..."
+            return timm.models.model_entrypoint(architecture)(pretrained_cfg=tag or None, **arguments)
+    except Exception as error:  # whatever an argument can make a constructor stumble over
         raise ModelFileError(f"timm cannot make {name} with {arguments}: {error}") from error
+    raise ModelFileError(
+        f"the installed timm {timm.__version__} has no model {name!r}; upgrade timm, or import what registers it"
+    )
+
+
+def _loads_something(argument: str) -> bool:
+    """Whether this is an argument of create_model itself rather than of the model."""
+    import timm
+
+    return argument.startswith("pretrained") or argument in inspect.signature(timm.create_model).parameters
 
 
 def _arguments(model: nn.Module) -> dict[str, Any]:
@@ -71,6 +83,11 @@ def _arguments(model: nn.Module) -> dict[str, Any]:
         except AttributeError:  # a variant without this part; what it hides, `origin` sees when it compares
             continue
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """The mlp_ratio for which timm's int(width * ratio) is `hidden`."""
+    return hidden / width if int(width * (hidden / width)) == hidden else (hidden + 0.5) / width
 
 
 def _is_there(module: nn.Module) -> bool:
@@ -88,7 +105,7 @@ _VIT: dict[str, Callable[[Any], Any]] = {
     "embed_dim": lambda m: m.embed_dim,
     "depth": lambda m: len(m.blocks),
     "num_heads": lambda m: m.blocks[0].attn.num_heads,
-    "mlp_ratio": lambda m: m.blocks[0].mlp.fc1.out_features / m.embed_dim,
+    "mlp_ratio": lambda m: _ratio(m.blocks[0].mlp.fc1.out_features, m.embed_dim),
     "qkv_bias": lambda m: m.blocks[0].attn.qkv.bias is not None,
     "qk_norm": lambda m: _is_there(m.blocks[0].attn.q_norm),
     "proj_bias": lambda m: m.blocks[0].attn.proj.bias is not None,

@@ -5,9 +5,11 @@ from typing import Any
 from torch import nn
 
 from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.families import FAMILIES
 
-# A configuration may name attention or expert kernels, or a backbone, to be fetched from a hub and run.
-_REFUSED = ("_implementation", "auto_map", "use_pretrained_backbone", "backbone_kwargs", "quantization_config")
+_KNOWN = {home for family in FAMILIES for home in family.homes if home.startswith("transformers.")}
+# A configuration may name attention kernels or classes to be fetched from a hub and run.
+_REFUSED = ("_implementation", "auto_map", "backbone", "quantization_config")
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -20,10 +22,10 @@ def is_transformers(model: nn.Module) -> bool:
 def describe(model: Any) -> dict[str, Any]:
     """The class's name and the configuration, where it differs from the library's defaults."""
     cls = type(model)
-    if not cls.__module__.startswith("transformers.models."):
+    if cls.__module__ not in _KNOWN:
         raise UnsuitableModelError(
-            f"{cls.__module__}.{cls.__qualname__} is not a class of the transformers package, and loading it would run "
-            "code from elsewhere; save it with its own save_pretrained"
+            f"{cls.__module__}.{cls.__qualname__} is not of a family that wellposed.load builds again "
+            f"({', '.join(sorted(_KNOWN))}); save it with its own save_pretrained"
         )
     return {"library": "transformers", "class": cls.__name__, "config": model.config.to_diff_dict()}
 
@@ -51,14 +53,20 @@ def _model_class(name: str) -> Any:
     except ImportError as error:
         raise ModelFileError("this is a transformers model: pip install 'wellposed[peft]'") from error
     cls = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise ModelFileError(f"the installed transformers {transformers.__version__} has no model class {name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and cls.__module__ in _KNOWN):
+        raise ModelFileError(
+            f"the installed transformers {transformers.__version__} has no model class {name!r} of a known family"
+        )
     return cls
 
 
-def _refuse(values: dict[str, Any]) -> None:
+def _refuse(values: Any) -> None:
+    if isinstance(values, list):
+        for item in values:
+            _refuse(item)
+    if not isinstance(values, dict):
+        return
     for key, value in values.items():
         if any(word in key for word in _REFUSED) and value:
             raise ModelFileError(f"the file's configuration sets {key!r}, which can fetch and run code; it is not used")
-        if isinstance(value, dict):
-            _refuse(value)
+        _refuse(value)

@@ -1,6 +1,5 @@
 """The initialization that lets a transformer train without skips (arXiv 2510.00345, Section 4)."""
 
-import math
 import sys
 from collections.abc import Iterable
 from numbers import Real
@@ -10,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
-from wellposed.families import Block, BlockWeights, Matrix, blocks_or_error, readable_name
+from wellposed.families import Block, BlockWeights, Matrix, blocks, readable_name, unwrapped
 from wellposed.skipless.initializers import query_key_factors, semi_orthogonal, suo_scale
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _NOTE = "_wellposed_conditioned"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SMALLEST, _LARGEST = 1e-6, 1e4
 # Entries of the d x d matrices that are decomposed together: 1 GiB of float64.
 _BATCH_ENTRIES = 2**27
 
@@ -38,11 +39,12 @@ def condition_(
 
     Embeddings, the final norm and the head are left as they are. Where keys are shared by several query heads
     (Llama), one M is drawn per key head and all its query heads start from that factor; matrices that are not square
-    are semi-orthogonal, with the MLP's scale.
+    are semi-orthogonal, with the MLP's scale. Where queries and keys are normalized after their projection (qk_norm),
+    W_Q W_K^T is the same but attention is less close to the identity.
 
     Args:
         model: a model, or part of one, of a known family with attention; real weights, not quantized, not on "meta".
-        alpha: weight of the random part of M, > 0. The paper: 2.0 supervised, 1.8 for DINO.
+        alpha: weight of the random part of M, > 0 (as beta and c at most 1e4). The paper: 2.0 supervised, 1.8 for DINO.
         beta: weight of the identity in M, >= 0. The paper: 0.6 supervised, 1.0 for DINO.
         c: scale of W_V and of W_O, > 0.
         scale_mlp: keep the MLP's scale correction; without it every MLP matrix has singular values 1.
@@ -63,7 +65,9 @@ def condition_(
     _check_number("alpha", alpha, positive=True)
     _check_number("beta", beta, positive=False)
     _check_number("c", c, positive=True)
-    found = blocks_or_error(model)
+    if not isinstance(generator, torch.Generator | None):
+        raise InvalidArgumentError(f"generator={generator!r}: expected a torch.Generator or None")
+    found = blocks(model)
     weights = [_checked_weights(model, block) for block in found]
     for block, matrices in _with_progress(list(zip(found, weights, strict=True))):
         _reset_vectors(block.module)
@@ -72,24 +76,29 @@ def condition_(
         _write(matrices.output, c, generator)
         for matrix in matrices.mlp:
             _write(matrix, 1.0 if scale_mlp else 1.0 / suo_scale(*matrix.view().shape), generator)
-    note_conditioning(model, alpha=alpha, beta=beta, c=c, scale_mlp=scale_mlp)
+    note_conditioning(model, alpha=float(alpha), beta=float(beta), c=float(c), scale_mlp=bool(scale_mlp))
     return model
 
 
 def note_conditioning(model: nn.Module, at: str = "", **arguments: Any) -> None:
     """Remember on the part of `model` named `at` how it was initialized; `read_conditioning` finds it there."""
-    part = model.get_submodule(at)
-    for module in part.modules():
-        vars(module).pop(_NOTE, None)
+    part = unwrapped(model).get_submodule(at)
+    forget_conditioning(part)
     vars(part)[_NOTE] = arguments
+
+
+def forget_conditioning(model: nn.Module) -> None:
+    """Remove what `note_conditioning` left on `model` and its parts."""
+    for module in model.modules():
+        vars(module).pop(_NOTE, None)
 
 
 def read_conditioning(model: nn.Module) -> list[dict[str, Any]]:
     """The arguments that `model`, or the part of it named under "at", was last conditioned with."""
     found = []
-    for name, module in model.named_modules():
+    for name, module in unwrapped(model).named_modules():
         if _NOTE in vars(module):
-            at = readable_name(model, name)
+            at = readable_name(name)
             found.append({**vars(module)[_NOTE], **({"at": at} if at else {})})
     return found
 
@@ -159,18 +168,21 @@ def _check_plain(weight: Any, name: str) -> None:
             f"cannot condition {name}: it is on the meta device and has no values. "
             "Materialize the model first: model.to_empty(device=...)."
         )
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+    if type(weight) is not nn.Parameter or weight.dtype not in _DTYPES:
         kind = f"{type(weight).__name__} of {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
         raise UnsuitableModelError(
-            f"cannot condition {name}: its weight is a {kind}, expected a plain floating-point parameter. "
+            f"cannot condition {name}: its weight is a {kind}, expected a plain parameter of 16, 32 or 64 bits. "
             "Condition the model before it is quantized, sharded or parametrized."
         )
 
 
 def _check_number(name: str, value: float, *, positive: bool) -> None:
-    valid = isinstance(value, Real) and math.isfinite(value) and (value > 0 if positive else value >= 0)
-    if not valid:
-        raise InvalidArgumentError(f"{name}={value!r}: expected a finite number {'> 0' if positive else '>= 0'}")
+    """Raise unless the weights that follow from `value` are numbers in every dtype a weight may have."""
+    in_range = isinstance(value, Real) and _SMALLEST <= value <= _LARGEST
+    if not in_range and (positive or value != 0):
+        raise InvalidArgumentError(
+            f"{name}={value!r}: expected {'' if positive else '0 or '}a number from {_SMALLEST:g} to {_LARGEST:g}"
+        )
 
 
 def _working_device(weight: Tensor) -> torch.device:

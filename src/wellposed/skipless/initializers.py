@@ -68,4 +68,4 @@ def suo_scale(rows: int, columns: int) -> float:
 def gaussian(shape: tuple[int, ...], *, generator: torch.Generator | None, device: torch.device | str) -> Tensor:
     """Standard normal float32 numbers on `device`, drawn on the generator's own device where one is given."""
     drawn_on = device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=drawn_on).to(device)
+    return torch.randn(shape, generator=generator, device=drawn_on, dtype=torch.float32).to(device)

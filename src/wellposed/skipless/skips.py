@@ -4,14 +4,14 @@ A pre-norm block computes x <- x + Attn(LN1(x)); x <- x + MLP(LN2(x)). Cut, it c
 x <- MLP(LN2(x)), and nothing else about it changes.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.families import Block, Sites, blocks, blocks_or_error, check_operable, set_sites, sites_of
+from wellposed.families import Block, SitedModule, blocks, check_operable, drop_compiled_code, set_sites, sites_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +32,7 @@ class BlockSkips:
         return f"{self.name}: attention {words[self.attention]}, mlp {words[self.mlp]} ({self.family})"
 
 
-def cut_skips(model: Model, attention: bool | Collection[str] = True, mlp: bool | Collection[str] = True) -> Model:
+def cut_skips(model: Model, attention: bool | Iterable[str] = True, mlp: bool | Iterable[str] = True) -> Model:
     r"""Remove the residual additions of every block of `model`, in place, and return it.
 
     Parameters, buffers and state-dict keys stay as they were. Drop-path of a cut branch is off; LayerScale stays
@@ -57,18 +57,14 @@ def cut_skips(model: Model, attention: bool | Collection[str] = True, mlp: bool 
         blocks.0: attention cut, mlp skip (timm VisionTransformer)
         blocks.1: attention cut, mlp skip (timm VisionTransformer)
     """
-    found = blocks_or_error(model)
+    found = blocks(model)
     wanted = {kind: _chosen(found, kind, choice) for kind, choice in zip(KINDS, (attention, mlp), strict=True)}
     if not any(wanted.values()):
         raise InvalidArgumentError(
             f"attention={attention!r}, mlp={mlp!r} asks for no skip that {type(model).__name__} has "
             f"({found[0].family.name} blocks have: {', '.join(found[0].family.skips)}). Ask for at least one."
         )
-    _check_operable(found)
-    for block in found:
-        for kind in KINDS:
-            if block.name in wanted[kind]:
-                _set_skip(block, kind, present=False)
+    _set_skips([(block, kind) for block in found for kind in KINDS if block.name in wanted[kind]], present=False)
     return model
 
 
@@ -77,11 +73,7 @@ def restore_skips(model: Model) -> Model:
 
     Raises UnknownFamilyError for a model of no known family.
     """
-    found = blocks_or_error(model)
-    _check_operable(found)
-    for block in found:
-        for kind in block.family.skips:
-            _set_skip(block, kind, present=True)
+    _set_skips([(block, kind) for block in blocks(model) for kind in block.family.skips], present=True)
     return model
 
 
@@ -90,12 +82,14 @@ def skips(model: nn.Module) -> list[BlockSkips]:
 
     Raises UnknownFamilyError for a model of no known family.
     """
-    return [_block_skips(block) for block in blocks_or_error(model)]
+    return [_block_skips(block) for block in blocks(model)]
 
 
 def read_cuts(model: nn.Module) -> list[dict[str, Any]]:
     """The arguments with which `cut_skips` makes a fresh model like `model`, if any skip is cut."""
-    listed = [_block_skips(block) for block in blocks(model)]
+    if not any(isinstance(module, SitedModule) for module in model.modules()):
+        return []
+    listed = skips(model)
     arguments: dict[str, Any] = {}
     for kind in KINDS:
         cut = [block.name for block in listed if getattr(block, kind) is False]
@@ -105,26 +99,28 @@ def read_cuts(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _block_skips(block: Block) -> BlockSkips:
-    present = {kind: kind not in sites_of(_adder(block, kind)).cut for kind in block.family.skips}
+    present = {kind: _has_skip(block, kind) for kind in block.family.skips}
     return BlockSkips(block.name, block.family.name, present.get("attention"), present.get("mlp"))
 
 
-def _chosen(found: list[Block], kind: str, choice: bool | Collection[str]) -> set[str]:
+def _chosen(found: list[Block], kind: str, choice: bool | Iterable[str]) -> set[str]:
     """Names of the blocks whose skip of this kind is to be cut."""
     having = {block.name for block in found if kind in block.family.skips}
     if isinstance(choice, bool):
         return having if choice else set()
-    if isinstance(choice, str):
+    names: set[Any] = set(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else {None}
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"{kind}={choice!r}: expected True, False or block names, as in ['blocks.0']")
+    if not names <= having:
         raise InvalidArgumentError(
-            f"{kind}={choice!r}: expected True, False or a list of block names, as in [{choice!r}]"
-        )
-    unknown = sorted(set(choice) - having)
-    if unknown:
-        raise InvalidArgumentError(
-            f"{kind}={unknown!r} names no block with such a skip; wellposed.skips(model) lists them "
+            f"{kind}={sorted(names - having)!r} names no block with such a skip; wellposed.skips(model) lists them "
             f"({', '.join(sorted(having)[:3])}, ...)"
         )
-    return set(choice)
+    return names
+
+
+def _has_skip(block: Block, kind: str) -> bool:
+    return kind not in sites_of(_adder(block, kind)).cut
 
 
 def _adder(block: Block, kind: str) -> nn.Module:
@@ -132,14 +128,15 @@ def _adder(block: Block, kind: str) -> nn.Module:
     return block.module.get_submodule(block.family.skips[kind][0])
 
 
-def _check_operable(found: list[Block]) -> None:
-    for block in found:
-        for kind in block.family.skips:
-            check_operable(_adder(block, kind), block.name)
-
-
-def _set_skip(block: Block, kind: str, *, present: bool) -> None:
-    module, forward = _adder(block, kind), block.family.skips[kind][1]
-    sites: Sites = sites_of(module)
-    cut = sites.cut - {kind} if present else sites.cut | {kind}
-    set_sites(module, forward, replace(sites, cut=cut))
+def _set_skips(which: list[tuple[Block, str]], *, present: bool) -> None:
+    """Make the given skips present or not; either all of them change or, with an error, none."""
+    changing = [(block, kind) for block, kind in which if _has_skip(block, kind) != present]
+    for block, kind in changing:
+        check_operable(_adder(block, kind), block.family.skips[kind][1], block.name)
+    for block, kind in changing:
+        module = _adder(block, kind)
+        sites = sites_of(module)
+        cut = sites.cut - {kind} if present else sites.cut | {kind}
+        set_sites(module, block.family.skips[kind][1], replace(sites, cut=cut))
+    if changing:
+        drop_compiled_code()

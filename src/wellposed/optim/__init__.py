@@ -1,0 +1,3 @@
+"""Optimizers."""
+
+from wellposed.optim.soap import SOAP as SOAP

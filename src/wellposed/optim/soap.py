@@ -1,0 +1,356 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's Kronecker factors (arXiv 2409.11321), like-shaped parameters together.
+
+For a matrix gradient G with factors L = E[G G^T], R = E[G^T G] and their eigenbases Q_L, Q_R, Adam runs on Q_L^T G Q_R
+and its update is rotated back. Every `precondition_frequency` steps the bases take one step of orthogonal iteration
+towards those of the current factors.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from wellposed.errors import InvalidArgumentError
+from wellposed.optim.rotation import (
+    Bases,
+    accumulate_factor_,
+    eigenbasis,
+    power_step,
+    rotated,
+    rotated_back,
+)
+
+
+class SOAP(Optimizer):
+    """SOAP with the argument names of its reference implementation.
+
+    A parameter's first gradient only builds its bases; it is not stepped. Steps are counted per parameter. State is
+    kept in float32, in float64 for float64 parameters; the momentum lives in the rotated basis and turns with it, which
+    is the same as keeping it unrotated. Sharded (DTensor) parameters are gathered: every rank holds the whole state.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: decay of the momentum and of the second moment.
+        shampoo_beta: decay of the factors; betas[1] if negative.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay, times lr.
+        precondition_frequency: steps between two refreshes of the bases.
+        max_precond_dim: dimensions larger than this are not rotated.
+        merge_dims: merge neighbouring dimensions as long as their product stays within max_precond_dim.
+        precondition_1d: rotate vectors too, which otherwise get Adam.
+        normalize_grads: scale every parameter's update to root mean square 1.
+        data_format: "channels_first" or "channels_last", how merge_dims is to read 4-d tensors.
+        correct_bias: Adam's bias correction.
+        spread_refresh: refresh a part of every batch at each step instead of all of it at once, so that all
+            steps take equally long. Changes the result.
+        tf32: rotate and accumulate factors in TF32 on GPUs that have it; bases are refreshed in float32 all the same.
+            Changes the result.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float = -1,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10000,
+        merge_dims: bool = False,
+        precondition_1d: bool = False,
+        normalize_grads: bool = False,
+        data_format: str = "channels_first",
+        correct_bias: bool = True,
+        *,
+        spread_refresh: bool = False,
+        tf32: bool = False,
+    ) -> None:
+        _check("lr", lr, lr >= 0, ">= 0")
+        _check("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
+        _check("shampoo_beta", shampoo_beta, shampoo_beta < 1, "< 1")
+        _check("eps", eps, eps >= 0, ">= 0")
+        _check("weight_decay", weight_decay, weight_decay >= 0, ">= 0")
+        _check("precondition_frequency", precondition_frequency, precondition_frequency >= 1, ">= 1")
+        formats = ("channels_first", "channels_last")
+        _check("data_format", data_format, data_format in formats, f"one of {formats}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+            "merge_dims": merge_dims,
+            "precondition_1d": precondition_1d,
+            "normalize_grads": normalize_grads,
+            "data_format": data_format,
+            "correct_bias": correct_bias,
+            "spread_refresh": spread_refresh,
+            "tf32": tf32,
+        }
+        super().__init__(params, defaults)
+        self._batches: dict[int, list[_Batch]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._batches = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, bit for bit: torch alone would cast the state to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=True):
+            if number in state_dict["state"]:
+                self.state[param] = _on_device(state_dict["state"][number], param.device)
+        self._batches = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, group in enumerate(self.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                _check_steppable(param)
+            if not params:
+                continue
+            with _precise(params[0].device, tf32=group["tf32"]):
+                started = [param for param in params if self.state[param]]
+                for batch in self._batches_of(number, group, started):
+                    self._step_batch(group, batch)
+                for layout, alike in self._alike(group, [param for param in params if not self.state[param]]):
+                    self._start(group, layout, alike)
+        return loss
+
+    def _batches_of(self, number: int, group: dict[str, Any], params: list[Tensor]) -> list["_Batch"]:
+        """`params` in batches; those of the last step where they hold the same parameters and states."""
+        batches = self._batches.get(number, [])
+        held = [id(param) for batch in batches for param in batch.params]
+        if sorted(held) != sorted(map(id, params)) or not all(batch.is_current(self.state) for batch in batches):
+            batches = [_Batch(layout, alike, self.state) for layout, alike in self._alike(group, params)]
+            self._batches[number] = batches
+        return batches
+
+    def _alike(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple["_Layout", list[Tensor]]]:
+        """`params` by layout, dtype, device and number of steps taken."""
+        alike: dict[Any, list[Tensor]] = {}
+        for param in params:
+            key = (_Layout.of(param, group), param.dtype, param.device, self.state[param].get("step"))
+            alike.setdefault(key, []).append(param)
+        return [(key[0], members) for key, members in alike.items()]
+
+    def _start(self, group: dict[str, Any], layout: "_Layout", params: list[Tensor]) -> None:
+        """Build factors and bases from the first gradient."""
+        gradients = layout.gradients(params)
+        factors: list[Tensor | None] = []
+        for i, size in enumerate(layout.shape):
+            factor = gradients.new_zeros(len(params), size, size) if layout.rotates[i] else None
+            if factor is not None:
+                accumulate_factor_(factor, gradients, i, _factor_decay(group))
+            factors.append(factor)
+        with _precise(gradients.device, tf32=False):
+            bases = [None if factor is None else eigenbasis(factor) for factor in factors]
+        for j, param in enumerate(params):
+            self.state[param] = {
+                "step": 0,
+                "exp_avg": torch.zeros_like(gradients[j]),
+                "exp_avg_sq": torch.zeros_like(gradients[j]),
+                "GG": [None if factor is None else factor[j] for factor in factors],
+                "Q": [None if basis is None else basis[j] for basis in bases],
+            }
+
+    def _step_batch(self, group: dict[str, Any], batch: "_Batch") -> None:
+        beta1, beta2 = group["betas"]
+        step = batch.advance(self.state)
+        gradients = batch.layout.gradients(batch.params)
+        turned = rotated(gradients, batch.bases)
+        batch.exp_avg.lerp_(turned, 1 - beta1)
+        batch.exp_avg_sq.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        update = rotated_back(batch.exp_avg / (batch.exp_avg_sq.sqrt() + group["eps"]), batch.bases)
+        if group["normalize_grads"]:
+            update /= update.square().mean(tuple(range(1, update.ndim)), keepdim=True).sqrt() + 1e-30
+        rate = float(group["lr"])
+        if group["correct_bias"]:
+            rate *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        _add_(batch.params, batch.layout.restored(update), -rate)
+        if group["weight_decay"]:
+            torch._foreach_mul_(batch.params, 1 - float(group["lr"]) * group["weight_decay"])
+        for i, factor in enumerate(batch.factors):
+            if factor is not None:
+                accumulate_factor_(factor, gradients, i, _factor_decay(group))
+        due = _due(len(batch.params), step, group["precondition_frequency"], spread=group["spread_refresh"])
+        if due:
+            with _precise(gradients.device, tf32=False):
+                batch.refresh(due)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter is seen by the optimizer: its shape, and which of its dimensions are rotated."""
+
+    shape: tuple[int, ...]
+    rotates: tuple[bool, ...]
+    original: tuple[int, ...]
+    channels_last: bool
+
+    @staticmethod
+    def of(param: Tensor, group: dict[str, Any]) -> "_Layout":
+        shape = tuple(param.shape) or (1,)
+        channels_last = group["merge_dims"] and group["data_format"] == "channels_last" and len(shape) == 4
+        if group["merge_dims"] and len(shape) > 1:
+            ordered = (shape[0], shape[3], shape[1], shape[2]) if channels_last else shape
+            shape = _merged(ordered, group["max_precond_dim"])
+        vector = param.ndim < 2 and not group["precondition_1d"]
+        rotates = tuple(1 < size <= group["max_precond_dim"] and not vector for size in shape)
+        return _Layout(shape, rotates, tuple(param.shape), channels_last)
+
+    def gradients(self, params: list[Tensor]) -> Tensor:
+        """The gradients of `params`, stacked, in this layout and at least in float32."""
+        stacked = torch.stack([_whole(param.grad) for param in params])
+        stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        return (stacked.permute(0, 1, 4, 2, 3) if self.channels_last else stacked).reshape(len(params), *self.shape)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """A stack of tensors in this layout, back in the parameters' own shape."""
+        if not self.channels_last:
+            return x.reshape(len(x), *self.original)
+        n, height, width, channels = self.original
+        return x.reshape(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2)
+
+
+class _Batch:
+    """The state of parameters that are stepped together, stacked; each parameter's own state is a view into it."""
+
+    def __init__(self, layout: _Layout, params: list[Tensor], state: dict[Tensor, Any]) -> None:
+        self.layout = layout
+        self.params = params
+        self.exp_avg = torch.stack([state[p]["exp_avg"] for p in params])
+        self.exp_avg_sq = torch.stack([state[p]["exp_avg_sq"] for p in params])
+        dimensions = range(len(state[params[0]]["Q"]))
+        self.factors: Bases = [_stacked([state[p]["GG"][i] for p in params]) for i in dimensions]
+        self.bases: Bases = [_stacked([state[p]["Q"][i] for p in params]) for i in dimensions]
+        for j, param in enumerate(params):
+            state[param]["exp_avg"] = self.exp_avg[j]
+            state[param]["exp_avg_sq"] = self.exp_avg_sq[j]
+            state[param]["GG"] = [None if factor is None else factor[j] for factor in self.factors]
+            state[param]["Q"] = [None if basis is None else basis[j] for basis in self.bases]
+        self._views = [state[param]["exp_avg"] for param in params]
+
+    def is_current(self, state: dict[Tensor, Any]) -> bool:
+        """Whether the parameters' states are still views into this batch."""
+        return all(state[p]["exp_avg"] is view for p, view in zip(self.params, self._views, strict=True))
+
+    def advance(self, state: dict[Tensor, Any]) -> int:
+        for param in self.params:
+            state[param]["step"] += 1
+        return int(state[self.params[0]]["step"])
+
+    def refresh(self, due: slice) -> None:
+        """Take one step of orthogonal iteration with the bases of the members `due`, and turn the moments along."""
+        old = [None if basis is None else basis[due] for basis in self.bases]
+        exp_avg, exp_avg_sq = rotated_back(self.exp_avg[due], old), self.exp_avg_sq[due]
+        for i, (factor, basis) in enumerate(zip(self.factors, old, strict=True)):
+            if factor is None or basis is None:
+                continue
+            new, order = power_step(factor[due], basis)
+            index = order.reshape(order.shape[0], *(-1 if k == i else 1 for k in range(exp_avg_sq.ndim - 1)))
+            exp_avg_sq = exp_avg_sq.gather(i + 1, index.expand_as(exp_avg_sq))
+            basis.copy_(new)
+        self.exp_avg[due] = rotated(exp_avg, old)
+        self.exp_avg_sq[due] = exp_avg_sq
+
+
+def _due(count: int, step: int, frequency: int, *, spread: bool) -> slice | None:
+    """Which members of a batch are refreshed at this step: all of them at once, or a share at every step."""
+    phase = step % frequency
+    if not spread:
+        return slice(0, count) if phase == 0 else None
+    first, last = phase * count // frequency, (phase + 1) * count // frequency
+    return slice(first, last) if last > first else None
+
+
+def _factor_decay(group: dict[str, Any]) -> float:
+    return group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
+
+
+def _merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """`shape` with neighbouring dimensions multiplied as long as their product stays within `limit`."""
+    merged, current = [], 1
+    for size in shape:
+        if current * size <= limit:
+            current *= size
+        elif current > 1:
+            merged.append(current)
+            current = size
+        else:
+            merged.append(size)
+    return tuple([*merged, current] if current > 1 or not merged else merged)
+
+
+def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if present else None
+
+
+def _whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _add_(params: list[Tensor], updates: Tensor, scale: float) -> None:
+    """Add scale x update to each parameter, to its own shard where it is sharded."""
+    each = (scale * updates).to(params[0].dtype).unbind()
+    if not isinstance(params[0], DTensor):
+        torch._foreach_add_(params, each)
+        return
+    for param, update in zip(params, each, strict=True):
+        assert isinstance(param, DTensor)
+        everywhere = [Replicate()] * param.device_mesh.ndim
+        shared = DTensor.from_local(update, param.device_mesh, everywhere, run_check=False)
+        param.add_(shared.redistribute(placements=param.placements))
+
+
+def _check_steppable(param: Tensor) -> None:
+    if param.is_complex() or (param.grad is not None and param.grad.is_sparse):
+        kind = "complex parameters" if param.is_complex() else "sparse gradients"
+        raise InvalidArgumentError(f"SOAP cannot step {kind}; give those parameters to another optimizer")
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_on_device(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    return value
+
+
+@contextmanager
+def _precise(device: torch.device, *, tf32: bool) -> Iterator[None]:
+    """Matrix products in float32 or TF32 as asked, whatever the surrounding code has set."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    with torch.autocast(device.type, enabled=False):
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _check(name: str, value: Any, valid: bool, expected: str) -> None:
+    if not valid:
+        raise InvalidArgumentError(f"{name}={value!r}: expected {expected}")

@@ -1,0 +1,420 @@
+"""SOAP against pytorch_optimizer's, and against itself one parameter at a time."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import wellposed as wp
+from wellposed.errors import InvalidArgumentError
+from wellposed.optim.rotation import (
+    accumulate_factor_,
+    cholesky_qr,
+    inverse_cholesky,
+    power_step,
+    rotated,
+    rotated_back,
+)
+from wellposed.optim.soap import _due, _merged
+
+SHAPES = [(), (1,), (10,), (8, 8), (16, 12), (40, 8), (8, 40), (4, 3, 5), (4, 3, 5, 5)]
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """A stochastic gradient with a spectrum; full-batch gradients are degenerate for SOAP."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+    return drawn * torch.linspace(0.1, 2, shape[-1]) if shape else drawn
+
+
+def train(make: Callable[[list[nn.Parameter]], Any], params: list[nn.Parameter], steps: range) -> Any:
+    optimizer = make(params)
+    advance(optimizer, params, steps)
+    return optimizer
+
+
+def advance(optimizer: Any, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for number, param in enumerate(params):
+            param.grad = gradient(tuple(param.shape), 1000 * number + step).to(param)
+        optimizer.step()
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"correct_bias": False, "weight_decay": 0.3, "eps": 1e-4}], ids=str)
+def test_equals_pytorch_optimizer(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    ours, theirs, start = (parameters(shape or (1,)) for _ in range(3))
+    train(lambda params: wp.SOAP(params, lr=1e-2, **options), ours, range(60))
+    train(lambda params: pytorch_optimizer.SOAP(params, lr=1e-2, **options), theirs, range(60))
+    moved = (theirs[0] - start[0]).norm()
+    assert (ours[0] - theirs[0]).norm() < 1e-4 * moved
+
+
+def test_equals_pytorch_optimizer_with_vectors_rotated_and_large_dimensions_left() -> None:
+    ours, theirs = parameters((10,), (16, 12)), parameters((10,), (16, 12))
+    train(lambda p: wp.SOAP(p, precondition_1d=True, max_precond_dim=12, shampoo_beta=0.9), ours, range(40))
+    options = {"precondition_1d": True, "max_precondition_dim": 12, "shampoo_beta": 0.9}
+    train(lambda p: pytorch_optimizer.SOAP(p, **options), theirs, range(40))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+
+
+def test_first_gradient_only_builds_the_basis() -> None:
+    params = parameters((4, 4))
+    before = params[0].detach().clone()
+    train(wp.SOAP, params, range(1))
+    assert torch.equal(params[0], before)
+
+
+def test_stepping_together_is_stepping_apart() -> None:
+    shapes = [(6, 5)] * 4 + [(5,)] * 3 + [(6, 5)]
+    together, apart = parameters(*shapes), parameters(*shapes)
+    train(wp.SOAP, together, range(25))
+    for number, param in enumerate(apart):
+        optimizer = wp.SOAP([param])
+        for step in range(25):
+            param.grad = gradient(tuple(param.shape), 1000 * number + step)
+            optimizer.step()
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_gradients_do_not_count_as_steps() -> None:
+    """A parameter without a gradient for a while goes on as if the others' steps had not been."""
+    params, alone = parameters((6, 5), (6, 5)), parameters((6, 5))
+    optimizer = wp.SOAP(params, lr=1e-2)
+    for step in range(40):
+        params[1].grad = gradient((6, 5), 1000 + step)
+        params[0].grad = gradient((6, 5), step) if step < 7 or step >= 20 else None
+        optimizer.step()
+    train(lambda p: wp.SOAP(p, lr=1e-2), alone, range(7))
+    alone = parameters((6, 5))
+    optimizer_alone = wp.SOAP(alone, lr=1e-2)
+    for step in [*range(7), *range(20, 40)]:
+        alone[0].grad = gradient((6, 5), step)
+        optimizer_alone.step()
+    torch.testing.assert_close(params[0], alone[0], rtol=1e-4, atol=1e-5)
+    assert optimizer.state[params[0]]["step"] == 26
+    assert optimizer.state[params[1]]["step"] == 39
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    params, exact = parameters((7, 7), (6,), dtype=dtype), parameters((7, 7), (6,))
+    optimizer = train(lambda p: wp.SOAP(p, lr=1e-2), params, range(30))
+    train(lambda p: wp.SOAP(p, lr=1e-2), exact, range(30))
+    state = optimizer.state[params[0]]
+    assert params[0].dtype == dtype
+    assert state["Q"][0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float64: 1e-5}[dtype]
+    assert (params[0].float() - exact[0]).norm() < tolerance * exact[0].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"spread_refresh": True}], ids=str)
+def test_state_dict_round_trip_is_exact(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    shapes = [(6, 5)] * 3 + [(4, 3, 2, 2), (7,), ()]
+    whole, halved = parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
+    train(lambda p: wp.SOAP(p, **options), whole, range(37))
+    first = train(lambda p: wp.SOAP(p, **options), halved, range(17))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = wp.SOAP(halved, lr=1.0, **options)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    advance(second, halved, range(17, 37))
+    assert all(torch.equal(one, other) for one, other in zip(whole, halved, strict=True))
+
+
+def test_copies_go_on_alike() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
+    optimizer = wp.SOAP(model.parameters())
+    advance(optimizer, list(model.parameters()), range(12))
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    for each, params in ((optimizer, model.parameters()), (optimizer_copy, model_copy.parameters())):
+        advance(each, list(params), range(12, 24))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_copy.parameters(), strict=True))
+
+
+def test_merge_dims() -> None:
+    assert _merged((384, 3, 4, 4), 10000) == (4608, 4)
+    assert _merged((8, 3, 2, 2), 10000) == (96,)
+    assert _merged((20000, 5, 3), 10000) == (20000, 15)
+    assert _merged((3, 20000), 10000) == (3, 20000)
+    assert _merged((1, 1), 10) == (1,)
+    merged, flat = parameters((8, 3, 2, 2)), [nn.Parameter(parameters((8, 3, 2, 2))[0].detach().reshape(24, 4))]
+    optimizer, other = wp.SOAP(merged, merge_dims=True, max_precond_dim=24), wp.SOAP(flat, max_precond_dim=24)
+    for step in range(25):
+        merged[0].grad = gradient((8, 3, 2, 2), step)
+        flat[0].grad = merged[0].grad.reshape(24, 4)
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(merged[0].reshape(24, 4), flat[0], rtol=1e-4, atol=1e-5)
+
+
+def test_channels_last() -> None:
+    first, last = parameters((8, 3, 2, 2)), [nn.Parameter(parameters((8, 3, 2, 2))[0].detach().permute(0, 2, 3, 1))]
+    optimizer = wp.SOAP(first, merge_dims=True, max_precond_dim=24)
+    other = wp.SOAP(last, merge_dims=True, max_precond_dim=24, data_format="channels_last")
+    for step in range(25):
+        first[0].grad = gradient((8, 3, 2, 2), step)
+        last[0].grad = first[0].grad.permute(0, 2, 3, 1)
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(first[0].permute(0, 2, 3, 1), last[0], rtol=1e-4, atol=1e-5)
+
+
+def test_normalized_updates_have_the_size_of_the_learning_rate() -> None:
+    params = parameters((8, 6))
+    optimizer = train(
+        lambda p: wp.SOAP(p, lr=0.1, normalize_grads=True, weight_decay=0, correct_bias=False), params, range(3)
+    )
+    before = params[0].detach().clone()
+    advance(optimizer, params, range(3, 4))
+    assert (params[0] - before).square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_learns_as_the_peer_does() -> None:
+    def losses(make: Callable[[Any], Any]) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+        teacher, optimizer, seen = torch.randn(20, 4), make(model.parameters()), []
+        for _ in range(150):
+            x = torch.randn(64, 20)
+            loss = nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    ours = losses(lambda p: wp.SOAP(p, lr=1e-2))
+    theirs = losses(lambda p: pytorch_optimizer.SOAP(p, lr=1e-2))
+    assert sum(ours[-20:]) / 20 == pytest.approx(sum(theirs[-20:]) / 20, rel=0.1)
+    assert ours[-1] < 0.5 * ours[0]
+
+
+def test_spread_refresh_visits_every_member_once() -> None:
+    for count, frequency in ((12, 10), (3, 10), (1, 10), (25, 7), (10, 1)):
+        visits = [0] * count
+        for step in range(frequency):
+            due = _due(count, step, frequency, spread=True)
+            for member in range(count)[due] if due else ():
+                visits[member] += 1
+        assert visits == [1] * count
+        assert [bool(_due(count, step, frequency, spread=False)) for step in range(frequency)] == [
+            step == 0 for step in range(frequency)
+        ]
+
+
+# --- with the rest of the ecosystem
+
+
+def test_schedulers_groups_and_closures() -> None:
+    slow, fast = parameters((6, 5), (6, 5))
+    optimizer = wp.SOAP([{"params": [slow], "lr": 0.0}, {"params": [fast]}], lr=1e-2, weight_decay=0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (slow - fast).square().sum()
+        loss.backward()
+        return loss
+
+    before = slow.detach().clone()
+    for _ in range(3):
+        assert optimizer.step(closure) > 0
+        scheduler.step()
+    assert torch.equal(slow, before)
+    assert not torch.equal(fast, parameters((6, 5), (6, 5))[1])
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 / 8)
+
+
+def test_accelerate() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(5, 3)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, wp.SOAP(model.parameters()))
+    for _ in range(3):
+        accelerator.backward(model(torch.randn(8, 5)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.weight, before)
+
+
+def test_fsdp2_equals_plain(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    for model in (plain, sharded):
+        optimizer = wp.SOAP(model.parameters(), lr=1e-2)
+        for step in range(15):
+            x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(one, other.full_tensor())
+
+
+def _shard_and_train(rank: int, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = wp.SOAP(model.parameters(), lr=1e-2)
+    for step in range(12):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        model(x[rank * 8 : rank * 8 + 8]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = model.weight.full_tensor()  # type: ignore[operator]
+    if rank == 0:
+        torch.save(whole, f"{folder}/weight.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_on_two_processes_equals_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_shard_and_train, args=(str(tmp_path),), nprocs=2)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    optimizer = wp.SOAP(model.parameters(), lr=1e-2)
+    for step in range(12):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(
+        torch.load(tmp_path / "weight.pt", weights_only=True), model.weight, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"shampoo_beta": 1},
+        {"eps": -1e-8},
+        {"weight_decay": -1},
+        {"precondition_frequency": 0},
+        {"data_format": "NCHW"},
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        wp.SOAP(parameters((2, 2)), **options)
+
+
+def test_unsuitable_gradients() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(InvalidArgumentError, match="sparse"):
+        wp.SOAP(embedding.parameters()).step()
+    param = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(InvalidArgumentError, match="complex"):
+        wp.SOAP([param]).step()
+
+
+# --- the linear algebra
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3))
+def test_rotations(shape: list[int], batch: int) -> None:
+    x = torch.randn(batch, *shape, dtype=torch.float64)
+    bases: list[Any] = [torch.linalg.qr(torch.randn(batch, n, n, dtype=torch.float64)).Q for n in shape]
+    bases[-1] = None
+    turned = rotated(x, bases)
+    torch.testing.assert_close(rotated_back(turned, bases), x)
+    letters = "abcd"[: len(shape)]
+    for i, q in enumerate(bases[:-1]):
+        x = torch.einsum(f"z{letters},z{letters[i]}e->z{letters.replace(letters[i], 'e')}", x, q)
+    torch.testing.assert_close(turned, x)
+
+
+def test_factors_are_moving_averages_of_outer_products() -> None:
+    x, factor = torch.randn(2, 4, 3, 5), torch.randn(2, 3, 3)
+    expected = 0.9 * factor + 0.1 * torch.einsum("zabc,zadc->zbd", x, x)
+    accumulate_factor_(factor, x, 1, 0.9)
+    torch.testing.assert_close(factor, expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 70), st.integers(1, 20))
+def test_inverse_cholesky(n: int, base: int) -> None:
+    a = torch.randn(2, n, n + 3, dtype=torch.float64)
+    positive = a @ a.mT + torch.eye(n, dtype=torch.float64)
+    inverse = inverse_cholesky(positive, base)
+    torch.testing.assert_close(inverse, torch.linalg.inv(torch.linalg.cholesky(positive)))
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-6, 1e-12])
+def test_cholesky_qr_is_qr(smallest: float) -> None:
+    """On the matrices SOAP meets: a graded factor times a basis that is nearly its own."""
+    n = 300
+    q = torch.linalg.qr(torch.randn(2, n, n)).Q
+    factor = (q * torch.logspace(0, torch.tensor(smallest).log10().item(), n)) @ q.mT
+    near = torch.linalg.qr(q + 0.05 * torch.randn(2, n, n) / n**0.5).Q
+    matrix = factor @ near + 4e-6 * near
+    ours, good = cholesky_qr(matrix)
+    assert good.all()
+    torch.testing.assert_close(ours.mT @ ours, torch.eye(n).expand(2, n, n), rtol=0, atol=1e-5)
+    agreement = (ours * torch.linalg.qr(matrix).Q).sum(-2).abs()
+    assert agreement.min() > 0.99
+
+
+def test_cholesky_qr_says_where_it_failed() -> None:
+    matrices = torch.randn(3, 5, 5)
+    matrices[1, :, 2] = 0
+    matrices[2] = torch.nan
+    assert cholesky_qr(matrices)[1].tolist() == [True, False, False]
+
+
+def test_power_step_converges_to_the_eigenbasis() -> None:
+    q = torch.linalg.qr(torch.randn(1, 12, 12, dtype=torch.float64)).Q
+    values = torch.logspace(0, -3, 12, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(1, 12, 12, dtype=torch.float64)).Q
+    for _ in range(200):
+        basis, _ = power_step((q * values) @ q.mT, basis)
+    torch.testing.assert_close((q * basis).sum(-2).abs(), torch.ones(1, 12, dtype=torch.float64))
+    unmoved, _ = power_step(torch.zeros(1, 12, 12, dtype=torch.float64), basis)
+    torch.testing.assert_close((unmoved * basis).sum(-2).abs(), torch.ones(1, 12, dtype=torch.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"tf32": True}, {"spread_refresh": True}], ids=str)
+def test_on_a_gpu(options: dict[str, Any]) -> None:
+    shapes = [(40, 24)] * 3 + [(24,)]
+    cpu, gpu = parameters(*shapes), [nn.Parameter(p.detach().cuda()) for p in parameters(*shapes)]
+    before = torch.backends.cuda.matmul.fp32_precision
+    train(lambda p: wp.SOAP(p, lr=1e-2, **(options | {"tf32": False})), cpu, range(30))
+    train(lambda p: wp.SOAP(p, lr=1e-2, **options), gpu, range(30))
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    tolerance = 2e-2 if "tf32" in options else 1e-3
+    moved = (cpu[0] - parameters(*shapes)[0]).norm()
+    assert (cpu[0] - gpu[0].cpu()).norm() < tolerance * moved
