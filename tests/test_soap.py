@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import wellposed as wp
 from wellposed.errors import InvalidArgumentError
+from wellposed.optim.batch import _merged, due_members
 from wellposed.optim.rotation import (
     accumulate_factor_,
     cholesky_qr,
@@ -23,7 +24,6 @@ from wellposed.optim.rotation import (
     rotated,
     rotated_back,
 )
-from wellposed.optim.soap import _due, _merged
 
 SHAPES = [(), (1,), (10,), (8, 8), (16, 12), (40, 8), (8, 40), (4, 3, 5), (4, 3, 5, 5)]
 
@@ -89,6 +89,15 @@ def test_stepping_together_is_stepping_apart() -> None:
             optimizer.step()
     for one, other in zip(together, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_refreshing_in_parts_is_refreshing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = parameters(*[(6, 5)] * 5), parameters(*[(6, 5)] * 5)
+    train(wp.SOAP, whole, range(25))
+    monkeypatch.setattr("wellposed.optim.batch._REFRESH_ENTRIES", 2 * 5**2)
+    train(wp.SOAP, parts, range(25))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_missing_gradients_do_not_count_as_steps() -> None:
@@ -210,11 +219,11 @@ def test_spread_refresh_visits_every_member_once() -> None:
     for count, frequency in ((12, 10), (3, 10), (1, 10), (25, 7), (10, 1)):
         visits = [0] * count
         for step in range(frequency):
-            due = _due(count, step, frequency, spread=True)
+            due = due_members(count, step, frequency, spread=True)
             for member in range(count)[due] if due else ():
                 visits[member] += 1
         assert visits == [1] * count
-        assert [bool(_due(count, step, frequency, spread=False)) for step in range(frequency)] == [
+        assert [bool(due_members(count, step, frequency, spread=False)) for step in range(frequency)] == [
             step == 0 for step in range(frequency)
         ]
 
@@ -409,7 +418,7 @@ def test_power_step_converges_to_the_eigenbasis() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"tf32": True}, {"spread_refresh": True}], ids=str)
 def test_on_a_gpu(options: dict[str, Any]) -> None:
-    shapes = [(40, 24)] * 3 + [(24,)]
+    shapes = [(30, 30)] * 3 + [(24,)]
     cpu, gpu = parameters(*shapes), [nn.Parameter(p.detach().cuda()) for p in parameters(*shapes)]
     before = torch.backends.cuda.matmul.fp32_precision
     train(lambda p: wp.SOAP(p, lr=1e-2, **(options | {"tf32": False})), cpu, range(30))

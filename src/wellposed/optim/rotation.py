@@ -91,7 +91,7 @@ def cholesky_qr(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.baddbmm(q, q, error, alpha=-0.5), error.abs().amax((-2, -1)) < 0.1
 
 
-def inverse_cholesky(matrices: Tensor, base: int = 192) -> Tensor:
+def inverse_cholesky(matrices: Tensor, base: int = 384) -> Tensor:
     """L^-1 for each symmetric positive matrix L L^T, by halves down to size `base`."""
     n = matrices.shape[-1]
     if n <= base:

@@ -8,7 +8,6 @@ towards those of the current factors.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.optim.rotation import (
-    Bases,
+from wellposed.optim.batch import Batch, Layout, refresh
+from wellposed.optim.rotation import accumulate_factor_, eigenbasis, rotated, rotated_back
     accumulate_factor_,
     eigenbasis,
-    power_step,
     rotated,
     rotated_back,
 )
@@ -98,7 +96,7 @@ class SOAP(Optimizer):
             "tf32": tf32,
         }
         super().__init__(params, defaults)
-        self._batches: dict[int, list[_Batch]] = {}
+        self._batches: dict[int, list[Batch]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -129,30 +127,33 @@ class SOAP(Optimizer):
                 continue
             with _precise(params[0].device, tf32=group["tf32"]):
                 started = [param for param in params if self.state[param]]
-                for batch in self._batches_of(number, group, started):
+                batches = self._batches_of(number, group, started)
+                for batch in batches:
                     self._step_batch(group, batch)
                 for layout, alike in self._alike(group, [param for param in params if not self.state[param]]):
                     self._start(group, layout, alike)
+            with _precise(params[0].device, tf32=False):
+                refresh([(batch, members) for batch in batches if (members := batch.due(self.state, group))])
         return loss
 
-    def _batches_of(self, number: int, group: dict[str, Any], params: list[Tensor]) -> list["_Batch"]:
+    def _batches_of(self, number: int, group: dict[str, Any], params: list[Tensor]) -> list[Batch]:
         """`params` in batches; those of the last step where they hold the same parameters and states."""
         batches = self._batches.get(number, [])
         held = [id(param) for batch in batches for param in batch.params]
         if sorted(held) != sorted(map(id, params)) or not all(batch.is_current(self.state) for batch in batches):
-            batches = [_Batch(layout, alike, self.state) for layout, alike in self._alike(group, params)]
+            batches = [Batch(layout, alike, self.state) for layout, alike in self._alike(group, params)]
             self._batches[number] = batches
         return batches
 
-    def _alike(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple["_Layout", list[Tensor]]]:
+    def _alike(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple[Layout, list[Tensor]]]:
         """`params` by layout, dtype, device and number of steps taken."""
         alike: dict[Any, list[Tensor]] = {}
         for param in params:
-            key = (_Layout.of(param, group), param.dtype, param.device, self.state[param].get("step"))
+            key = (Layout.of(param, group), param.dtype, param.device, self.state[param].get("step"))
             alike.setdefault(key, []).append(param)
         return [(key[0], members) for key, members in alike.items()]
 
-    def _start(self, group: dict[str, Any], layout: "_Layout", params: list[Tensor]) -> None:
+    def _start(self, group: dict[str, Any], layout: Layout, params: list[Tensor]) -> None:
         """Build factors and bases from the first gradient."""
         gradients = layout.gradients(params)
         factors: list[Tensor | None] = []
@@ -172,7 +173,7 @@ class SOAP(Optimizer):
                 "Q": [None if basis is None else basis[j] for basis in bases],
             }
 
-    def _step_batch(self, group: dict[str, Any], batch: "_Batch") -> None:
+    def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
         beta1, beta2 = group["betas"]
         step = batch.advance(self.state)
         gradients = batch.layout.gradients(batch.params)
@@ -191,123 +192,10 @@ class SOAP(Optimizer):
         for i, factor in enumerate(batch.factors):
             if factor is not None:
                 accumulate_factor_(factor, gradients, i, _factor_decay(group))
-        due = _due(len(batch.params), step, group["precondition_frequency"], spread=group["spread_refresh"])
-        if due:
-            with _precise(gradients.device, tf32=False):
-                batch.refresh(due)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a parameter is seen by the optimizer: its shape, and which of its dimensions are rotated."""
-
-    shape: tuple[int, ...]
-    rotates: tuple[bool, ...]
-    original: tuple[int, ...]
-    channels_last: bool
-
-    @staticmethod
-    def of(param: Tensor, group: dict[str, Any]) -> "_Layout":
-        shape = tuple(param.shape) or (1,)
-        channels_last = group["merge_dims"] and group["data_format"] == "channels_last" and len(shape) == 4
-        if group["merge_dims"] and len(shape) > 1:
-            ordered = (shape[0], shape[3], shape[1], shape[2]) if channels_last else shape
-            shape = _merged(ordered, group["max_precond_dim"])
-        vector = param.ndim < 2 and not group["precondition_1d"]
-        rotates = tuple(1 < size <= group["max_precond_dim"] and not vector for size in shape)
-        return _Layout(shape, rotates, tuple(param.shape), channels_last)
-
-    def gradients(self, params: list[Tensor]) -> Tensor:
-        """The gradients of `params`, stacked, in this layout and at least in float32."""
-        stacked = torch.stack([_whole(param.grad) for param in params])
-        stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        return (stacked.permute(0, 1, 4, 2, 3) if self.channels_last else stacked).reshape(len(params), *self.shape)
-
-    def restored(self, x: Tensor) -> Tensor:
-        """A stack of tensors in this layout, back in the parameters' own shape."""
-        if not self.channels_last:
-            return x.reshape(len(x), *self.original)
-        n, height, width, channels = self.original
-        return x.reshape(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2)
-
-
-class _Batch:
-    """The state of parameters that are stepped together, stacked; each parameter's own state is a view into it."""
-
-    def __init__(self, layout: _Layout, params: list[Tensor], state: dict[Tensor, Any]) -> None:
-        self.layout = layout
-        self.params = params
-        self.exp_avg = torch.stack([state[p]["exp_avg"] for p in params])
-        self.exp_avg_sq = torch.stack([state[p]["exp_avg_sq"] for p in params])
-        dimensions = range(len(state[params[0]]["Q"]))
-        self.factors: Bases = [_stacked([state[p]["GG"][i] for p in params]) for i in dimensions]
-        self.bases: Bases = [_stacked([state[p]["Q"][i] for p in params]) for i in dimensions]
-        for j, param in enumerate(params):
-            state[param]["exp_avg"] = self.exp_avg[j]
-            state[param]["exp_avg_sq"] = self.exp_avg_sq[j]
-            state[param]["GG"] = [None if factor is None else factor[j] for factor in self.factors]
-            state[param]["Q"] = [None if basis is None else basis[j] for basis in self.bases]
-        self._views = [state[param]["exp_avg"] for param in params]
-
-    def is_current(self, state: dict[Tensor, Any]) -> bool:
-        """Whether the parameters' states are still views into this batch."""
-        return all(state[p]["exp_avg"] is view for p, view in zip(self.params, self._views, strict=True))
-
-    def advance(self, state: dict[Tensor, Any]) -> int:
-        for param in self.params:
-            state[param]["step"] += 1
-        return int(state[self.params[0]]["step"])
-
-    def refresh(self, due: slice) -> None:
-        """Take one step of orthogonal iteration with the bases of the members `due`, and turn the moments along."""
-        old = [None if basis is None else basis[due] for basis in self.bases]
-        exp_avg, exp_avg_sq = rotated_back(self.exp_avg[due], old), self.exp_avg_sq[due]
-        for i, (factor, basis) in enumerate(zip(self.factors, old, strict=True)):
-            if factor is None or basis is None:
-                continue
-            new, order = power_step(factor[due], basis)
-            index = order.reshape(order.shape[0], *(-1 if k == i else 1 for k in range(exp_avg_sq.ndim - 1)))
-            exp_avg_sq = exp_avg_sq.gather(i + 1, index.expand_as(exp_avg_sq))
-            basis.copy_(new)
-        self.exp_avg[due] = rotated(exp_avg, old)
-        self.exp_avg_sq[due] = exp_avg_sq
-
-
-def _due(count: int, step: int, frequency: int, *, spread: bool) -> slice | None:
-    """Which members of a batch are refreshed at this step: all of them at once, or a share at every step."""
-    phase = step % frequency
-    if not spread:
-        return slice(0, count) if phase == 0 else None
-    first, last = phase * count // frequency, (phase + 1) * count // frequency
-    return slice(first, last) if last > first else None
 
 
 def _factor_decay(group: dict[str, Any]) -> float:
     return group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
-
-
-def _merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """`shape` with neighbouring dimensions multiplied as long as their product stays within `limit`."""
-    merged, current = [], 1
-    for size in shape:
-        if current * size <= limit:
-            current *= size
-        elif current > 1:
-            merged.append(current)
-            current = size
-        else:
-            merged.append(size)
-    return tuple([*merged, current] if current > 1 or not merged else merged)
-
-
-def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(present) if present else None
-
-
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _add_(params: list[Tensor], updates: Tensor, scale: float) -> None:
