@@ -78,6 +78,8 @@ class Batch:
 
     def due(self, state: dict[Tensor, Any], group: dict[str, Any]) -> slice | None:
         """The members whose bases are refreshed at this step."""
+        if not any(self.layout.rotates):
+            return None
         step, spread = state[self.params[0]]["step"], group["spread_refresh"]
         return due_members(len(self.params), step, group["precondition_frequency"], spread=spread)
 

@@ -18,11 +18,6 @@ from torch.optim import Optimizer
 from wellposed.errors import InvalidArgumentError
 from wellposed.optim.batch import Batch, Layout, refresh
 from wellposed.optim.rotation import accumulate_factor_, eigenbasis, rotated, rotated_back
-    accumulate_factor_,
-    eigenbasis,
-    rotated,
-    rotated_back,
-)
 
 
 class SOAP(Optimizer):
