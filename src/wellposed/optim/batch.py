@@ -22,6 +22,7 @@ class Layout:
     shape: tuple[int, ...]
     rotates: tuple[bool, ...]
     original: tuple[int, ...]
+    dtype: torch.dtype
     channels_last: bool
 
     @staticmethod
@@ -33,7 +34,7 @@ class Layout:
             shape = _merged(ordered, group["max_precond_dim"])
         vector = param.ndim < 2 and not group["precondition_1d"]
         rotates = tuple(1 < size <= group["max_precond_dim"] and not vector for size in shape)
-        return Layout(shape, rotates, tuple(param.shape), channels_last)
+        return Layout(shape, rotates, tuple(param.shape), param.dtype, channels_last)
 
     def gradients(self, params: list[Tensor]) -> Tensor:
         """The gradients of `params`, stacked, in this layout and at least in float32."""
@@ -41,12 +42,13 @@ class Layout:
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
         return (stacked.permute(0, 1, 4, 2, 3) if self.channels_last else stacked).reshape(len(params), *self.shape)
 
-    def restored(self, x: Tensor) -> Tensor:
-        """A stack of tensors in this layout, back in the parameters' own shape."""
+    def restored(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A stack of tensors in this layout, one by one in the parameters' own shape and dtype."""
+        x = x.to(self.dtype)
         if not self.channels_last:
-            return x.reshape(len(x), *self.original)
+            return x.reshape(len(x), *self.original).unbind()
         n, height, width, channels = self.original
-        return x.reshape(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2)
+        return x.reshape(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2).unbind()
 
 
 class Batch:

@@ -123,8 +123,8 @@ class SOAP(Optimizer):
             with _precise(params[0].device, tf32=group["tf32"]):
                 started = [param for param in params if self.state[param]]
                 batches = self._batches_of(number, group, started)
-                for batch in batches:
-                    self._step_batch(group, batch)
+                if batches:
+                    self._step_batches(group, batches)
                 for layout, alike in self._alike(group, [param for param in params if not self.state[param]]):
                     self._start(group, layout, alike)
             with _precise(params[0].device, tf32=False):
@@ -141,10 +141,10 @@ class SOAP(Optimizer):
         return batches
 
     def _alike(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple[Layout, list[Tensor]]]:
-        """`params` by layout, dtype, device and number of steps taken."""
+        """`params` by layout, device and number of steps taken."""
         alike: dict[Any, list[Tensor]] = {}
         for param in params:
-            key = (Layout.of(param, group), param.dtype, param.device, self.state[param].get("step"))
+            key = (Layout.of(param, group), param.device, self.state[param].get("step"))
             alike.setdefault(key, []).append(param)
         return [(key[0], members) for key, members in alike.items()]
 
@@ -168,42 +168,61 @@ class SOAP(Optimizer):
                 "Q": [None if basis is None else basis[j] for basis in bases],
             }
 
-    def _step_batch(self, group: dict[str, Any], batch: Batch) -> None:
+    def _step_batches(self, group: dict[str, Any], batches: list[Batch]) -> None:
+        """One step of Adam in the rotated bases; what is elementwise runs over all batches at once."""
         beta1, beta2 = group["betas"]
-        step = batch.advance(self.state)
-        gradients = batch.layout.gradients(batch.params)
-        turned = rotated(gradients, batch.bases)
-        batch.exp_avg.lerp_(turned, 1 - beta1)
-        batch.exp_avg_sq.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
-        update = rotated_back(batch.exp_avg / (batch.exp_avg_sq.sqrt() + group["eps"]), batch.bases)
+        lr, decay = float(group["lr"]), _factor_decay(group)
+        steps = [batch.advance(self.state) for batch in batches]
+        gradients = [batch.layout.gradients(batch.params) for batch in batches]
+        turned = [rotated(gradient, batch.bases) for gradient, batch in zip(gradients, batches, strict=True)]
+        exp_avg, exp_avg_sq = [batch.exp_avg for batch in batches], [batch.exp_avg_sq for batch in batches]
+        torch._foreach_lerp_(exp_avg, turned, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sq, beta2)
+        torch._foreach_addcmul_(exp_avg_sq, turned, turned, value=1 - beta2)
+        roots = torch._foreach_sqrt(exp_avg_sq)
+        torch._foreach_add_(roots, group["eps"])
+        ratios = torch._foreach_div(exp_avg, roots)
+        updates = [rotated_back(ratio, batch.bases) for ratio, batch in zip(ratios, batches, strict=True)]
         if group["normalize_grads"]:
-            update /= update.square().mean(tuple(range(1, update.ndim)), keepdim=True).sqrt() + 1e-30
-        rate = float(group["lr"])
+            updates = [update / _root_mean_square(update) for update in updates]
+        rates = [-lr] * len(steps)
         if group["correct_bias"]:
-            rate *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        _add_(batch.params, batch.layout.restored(update), -rate)
-        if group["weight_decay"]:
-            torch._foreach_mul_(batch.params, 1 - float(group["lr"]) * group["weight_decay"])
-        for i, factor in enumerate(batch.factors):
-            if factor is not None:
-                accumulate_factor_(factor, gradients, i, _factor_decay(group))
+            rates = [-lr * math.sqrt(1 - beta2**step) / (1 - beta1**step) for step in steps]
+        torch._foreach_mul_(updates, rates)
+        _add_(batches, updates, 1 - lr * group["weight_decay"])
+        for gradient, batch in zip(gradients, batches, strict=True):
+            for i, factor in enumerate(batch.factors):
+                if factor is not None:
+                    accumulate_factor_(factor, gradient, i, decay)
 
 
 def _factor_decay(group: dict[str, Any]) -> float:
     return group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
 
 
-def _add_(params: list[Tensor], updates: Tensor, scale: float) -> None:
-    """Add scale x update to each parameter, to its own shard where it is sharded."""
-    each = (scale * updates).to(params[0].dtype).unbind()
-    if not isinstance(params[0], DTensor):
-        torch._foreach_add_(params, each)
-        return
-    for param, update in zip(params, each, strict=True):
-        assert isinstance(param, DTensor)
-        everywhere = [Replicate()] * param.device_mesh.ndim
-        shared = DTensor.from_local(update, param.device_mesh, everywhere, run_check=False)
-        param.add_(shared.redistribute(placements=param.placements))
+def _root_mean_square(stack: Tensor) -> Tensor:
+    """Of each tensor in a stack, shaped to divide it."""
+    return stack.square().mean(tuple(range(1, stack.ndim)), keepdim=True).sqrt() + 1e-30
+
+
+def _add_(batches: list[Batch], updates: list[Tensor], shrink: float) -> None:
+    """Add to each parameter its update, to its own shard where it is sharded, and multiply it by `shrink`."""
+    params = [param for batch in batches for param in batch.params]
+    each = [u for batch, update in zip(batches, updates, strict=True) for u in batch.layout.restored(update)]
+    if any(isinstance(param, DTensor) for param in params):
+        each = [_sharded_like(update, param) for update, param in zip(each, params, strict=True)]
+    torch._foreach_add_(params, each)
+    if shrink != 1:
+        torch._foreach_mul_(params, shrink)
+
+
+def _sharded_like(whole: Tensor, param: Tensor) -> Tensor:
+    """The part of `whole`, which every rank has, that belongs to this rank's shard of `param`."""
+    if not isinstance(param, DTensor):
+        return whole
+    everywhere = [Replicate()] * param.device_mesh.ndim
+    shared = DTensor.from_local(whole, param.device_mesh, everywhere, run_check=False)
+    return shared.redistribute(placements=param.placements)
 
 
 def _check_steppable(param: Tensor) -> None:
