@@ -3,7 +3,7 @@
 transformers itself is not imported here: a module that reaches this code was made by it.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -30,30 +30,31 @@ class ViTLayer(SitedModule):
         return self.wp_residual("mlp", hidden_states, branch)
 
 
-class BertSelfOutput(SitedModule):
-    """The end of BERT's attention: BERT is post-norm, so the addition stands inside the LayerNorm."""
+class BertSubLayerEnd(SitedModule):
+    """The end of a sub-layer of BERT, which is post-norm: the addition stands inside the LayerNorm."""
 
-    wp_forward_of = f"{MODELS}.bert.modeling_bert.BertSelfOutput"
+    wp_skip: ClassVar[str]
     dense: nn.Module
     dropout: nn.Module
     LayerNorm: nn.Module
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         branch = self.dropout(self.dense(hidden_states))
-        return self.LayerNorm(self.wp_residual("attention", input_tensor, branch))
+        return self.LayerNorm(self.wp_residual(self.wp_skip, input_tensor, branch))
 
 
-class BertOutput(SitedModule):
+class BertSelfOutput(BertSubLayerEnd):
+    """The end of BERT's attention."""
+
+    wp_forward_of = f"{MODELS}.bert.modeling_bert.BertSelfOutput"
+    wp_skip = "attention"
+
+
+class BertOutput(BertSubLayerEnd):
     """The end of BERT's MLP."""
 
     wp_forward_of = f"{MODELS}.bert.modeling_bert.BertOutput"
-    dense: nn.Module
-    dropout: nn.Module
-    LayerNorm: nn.Module
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        branch = self.dropout(self.dense(hidden_states))
-        return self.LayerNorm(self.wp_residual("mlp", input_tensor, branch))
+    wp_skip = "mlp"
 
 
 class GPT2Block(SitedModule):
