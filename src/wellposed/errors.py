@@ -23,3 +23,7 @@ class RecipeMismatchError(WellposedError, ValueError):
 
 class ModelFileError(WellposedError, ValueError):
     """A saved model is missing, damaged, foreign or not to be trusted."""
+
+
+class DataError(WellposedError, ValueError):
+    """Data on disk is missing, damaged or laid out in another way than expected."""
