@@ -147,6 +147,57 @@ def test_state_dict_round_trip_is_exact(dtype: torch.dtype, options: dict[str, A
     assert all(torch.equal(one, other) for one, other in zip(whole, halved, strict=True))
 
 
+def test_leaving_parameters_do_not_hold_on_to_their_batch() -> None:
+    params = parameters(*[(16, 16)] * 12)
+    optimizer = wp.SOAP(params)
+    advance(optimizer, params, range(3))
+    sizes = []
+    for frozen in range(12):
+        buffer = io.BytesIO()
+        torch.save(optimizer.state_dict(), buffer)
+        sizes.append(len(buffer.getvalue()))
+        for param in params:
+            param.grad = torch.randn(16, 16)
+        for param in params[: frozen + 1]:
+            param.grad = None
+        optimizer.step()
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_state_of_another_precision_or_model() -> None:
+    params, precise, other = parameters((6, 5)), parameters((6, 5), dtype=torch.float64), parameters((7, 5))
+    state = train(wp.SOAP, params, range(5)).state_dict()
+    optimizer = wp.SOAP(precise)
+    optimizer.load_state_dict(state)
+    advance(optimizer, precise, range(5, 8))
+    wrong = wp.SOAP(other)
+    wrong.load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match=r"shape \(7, 5\) is that of another: it is \(6, 5\)"):
+        advance(wrong, other, range(5, 6))
+
+
+def test_an_older_state_dict_takes_the_defaults_for_newer_options() -> None:
+    params = parameters((6, 5))
+    state = train(wp.SOAP, params, range(3)).state_dict()
+    del state["param_groups"][0]["tf32"]
+    optimizer = wp.SOAP(params)
+    optimizer.load_state_dict(state)
+    advance(optimizer, params, range(3, 5))
+
+
+def test_precision_settings_are_left_as_they_were() -> None:
+    params = parameters((6, 5))
+    optimizer = train(lambda p: wp.SOAP(p, tf32=True), params, range(3))
+    general = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        advance(optimizer, params, range(3, 5))
+        torch.backends.fp32_precision = "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = general
+
+
 def test_copies_go_on_alike() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
     optimizer = wp.SOAP(model.parameters())
@@ -271,17 +322,19 @@ def test_fsdp2_equals_plain(process_group: None) -> None:
 
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
-    sharded = copy.deepcopy(plain)
+    sharded, partly = copy.deepcopy(plain), copy.deepcopy(plain)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    for model in (plain, sharded):
+    fully_shard(partly[0], mesh=init_device_mesh("cpu", (1,)))
+    for model in (plain, sharded, partly):
         optimizer = wp.SOAP(model.parameters(), lr=1e-2)
         for step in range(15):
             x = torch.randn(16, 5, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+    for one, other, third in zip(plain.parameters(), sharded.parameters(), partly.parameters(), strict=True):
         torch.testing.assert_close(one, other.full_tensor())
+        torch.testing.assert_close(one, getattr(third, "full_tensor", lambda third=third: third)())
 
 
 def _shard_and_train(rank: int, folder: str) -> None:
@@ -329,6 +382,7 @@ def test_fsdp2_on_two_processes_equals_one(tmp_path: Path) -> None:
         {"eps": -1e-8},
         {"weight_decay": -1},
         {"precondition_frequency": 0},
+        {"max_precond_dim": -1},
         {"data_format": "NCHW"},
     ],
     ids=str,
@@ -336,6 +390,8 @@ def test_fsdp2_on_two_processes_equals_one(tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(options))):
         wp.SOAP(parameters((2, 2)), **options)
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        wp.SOAP([{"params": parameters((2, 2)), **options}])
 
 
 def test_unsuitable_gradients() -> None:
@@ -343,6 +399,10 @@ def test_unsuitable_gradients() -> None:
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(InvalidArgumentError, match="sparse"):
         wp.SOAP(embedding.parameters()).step()
+    broken = parameters((3, 3))
+    broken[0].grad = torch.full((3, 3), torch.nan)
+    with pytest.raises(InvalidArgumentError, match="not finite"):
+        wp.SOAP(broken).step()
     param = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
     with pytest.raises(InvalidArgumentError, match="complex"):

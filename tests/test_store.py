@@ -141,6 +141,25 @@ def test_a_model_that_could_not_be_built_again_is_refused_before_anything_is_wri
     assert not (tmp_path / "a").exists()
 
 
+def test_numbers_changed_by_hand_are_noticed(tmp_path: Path) -> None:
+    model: Any = ZOO["hf_vit"].make()
+    model.vit.layernorm.eps = 5.0
+    with pytest.raises(UnsuitableModelError, match=r"layernorm\.eps is 1e-12, not 5\.0"):
+        wp.save(model, tmp_path)
+    model = ZOO["hf_vit"].make()
+    model.config.layer_norm_eps = 0.5
+    with pytest.raises(UnsuitableModelError, match=r"eps is 0\.5, not 1e-12"):
+        wp.save(model, tmp_path)
+
+
+def test_running_a_model_does_not_change_what_it_is(tmp_path: Path) -> None:
+    model: Any = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    model.gradient_checkpointing_enable()
+    model(torch.randint(0, 60, (1, 50)))
+    wp.save(model, tmp_path)
+    assert torch.equal(wp.load(tmp_path).model.norm.weight, model.model.norm.weight)
+
+
 def test_model_args_say_what_cannot_be_read(tmp_path: Path) -> None:
     arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
     model = wp.cut_skips(vit(norm_layer="rmsnorm")).eval()
@@ -253,12 +272,16 @@ def test_damaged_and_foreign_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wp.load(tmp_path)
 
 
-TIMM = {"library": "timm", "architecture": "vit_tiny_patch16_224", "args": {}}
+TIMM = {"library": "timm", "architecture": "vit_tiny_patch16_224", "args": {"depth": 1}}
 GPT2 = {"library": "transformers", "class": "GPT2LMHeadModel", "config": {"model_type": "gpt2", "n_layer": 1}}
 
 
 def _hf(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"format": 1, "model": {"library": "transformers", "class": name, "config": config}, "recipe": []}
+
+
+def _timm(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"format": 1, "model": {"library": "timm", "architecture": name, "args": args}, "recipe": []}
 
 
 @pytest.mark.parametrize(
@@ -274,26 +297,38 @@ def _hf(name: str, config: dict[str, Any]) -> dict[str, Any]:
         ({"format": 1, "model": {"library": "timm", "architecture": 3}, "recipe": []}, "architecture"),
         ({"format": 1, "model": TIMM | {"architecture": "hf-hub:evil/model"}, "recipe": []}, "hf-hub:evil"),
         ({"format": 1, "model": TIMM | {"architecture": "local-dir:evil"}, "recipe": []}, "local-dir:evil"),
-        ({"format": 1, "model": TIMM | {"args": {"pretrained": True}}, "recipe": []}, "load other files"),
-        ({"format": 1, "model": TIMM | {"args": {"checkpoint_path": "evil.pt"}}, "recipe": []}, "load other files"),
-        ({"format": 1, "model": TIMM | {"args": {"pretrained_cfg": {"file": "x"}}}, "recipe": []}, "load other files"),
+        ({"format": 1, "model": TIMM | {"args": {"pretrained": True}}, "recipe": []}, "no arguments of a model alone"),
+        (
+            {"format": 1, "model": TIMM | {"args": {"checkpoint_path": "evil.pt"}}, "recipe": []},
+            "no arguments of a model alone",
+        ),
+        (
+            {"format": 1, "model": TIMM | {"args": {"pretrained_cfg": {"file": "x"}}}, "recipe": []},
+            "no arguments of a model alone",
+        ),
         ({"format": 1, "model": TIMM | {"args": {"surprise": 1}}, "recipe": []}, "cannot make"),
         ({"format": 1, "model": TIMM, "recipe": [{"change": "eval", "code": "1"}]}, "no known kind"),
         ({"format": 1, "model": TIMM, "recipe": []}, "do not fit"),
-        ({"format": 1, "model": TIMM | {"args": {"embed_dim": 3 * 2**24}}, "recipe": []}, "do not fit"),
+        (_timm("vit_tiny_patch16_224", {"embed_dim": 3 * 2**24, "depth": 1}), "far more than it holds"),
+        (_timm("vit_tiny_patch16_224", {"embed_dim": 3 * 2**18, "depth": 1}), "do not fit"),
         ({"format": 1, "model": GPT2 | {"class": "pipeline"}, "recipe": []}, "no model class 'pipeline'"),
         ({"format": 1, "model": GPT2 | {"class": "__builtins__"}, "recipe": []}, "no model class"),
         ({"format": 1, "model": GPT2 | {"config": {"n_layer": "many"}}, "recipe": []}, "cannot make"),
         ({"format": 1, "model": GPT2 | {"config": {"_attn_implementation": "evil/kernel"}}, "recipe": []}, "run code"),
         ({"format": 1, "model": GPT2 | {"config": {"x": {"auto_map": {"A": "evil"}}}}, "recipe": []}, "run code"),
-        ({"format": 1, "model": GPT2 | {"config": {"x": [{"auto_map": {"A": "evil"}}]}}, "recipe": []}, "run code"),
-        ({"format": 1, "model": GPT2 | {"config": {"n_layer": 10**7}}, "recipe": []}, "10000000 layers"),
-        ({"format": 1, "model": TIMM | {"args": {"depth": 10**7}}, "recipe": []}, "10000000 layers"),
+        (_hf("GPT2LMHeadModel", {"x": [{"auto_map": {"A": "evil"}}]}), "run code"),
+        ({"format": 1, "model": GPT2 | {"config": {"n_layer": 10**7}}, "recipe": []}, "far more than it holds"),
+        ({"format": 1, "model": TIMM | {"args": {"depth": 10**7}}, "recipe": []}, "far more than it holds"),
         ({"format": 1, "model": TIMM | {"args": {"num_heads": 0}}, "recipe": []}, "cannot make"),
         ({"format": 1, "model": TIMM | {"args": {"norm_layer": "evil"}}, "recipe": []}, "cannot make"),
         ({"format": 1, "model": TIMM | {"args": {"mlp_ratio": math.inf}}, "recipe": []}, "cannot make"),
-        ({"format": 1, "model": TIMM | {"architecture": "vit_tiny_patch16_224.evil"}, "recipe": []}, "cannot make"),
+        (_timm("vit_tiny_patch16_224.evil", {}), "cannot make"),
         ('{"format": ' + "9" * 5000 + "}", "not JSON"),
+        ({"format": 1, "model": TIMM | {"args": {"depth": 10**9}}, "recipe": []}, "far more than it holds"),
+        ({"format": 1, "model": {"library": ["timm"]}, "recipe": []}, "library"),
+        (_timm("resnet50", {"layers": [10**6, 1, 1, 1]}), "far more than it holds"),
+        (_timm("resnet18", {"features_only": True, "out_indices": 10**6}), "no arguments of a model alone"),
+        (_hf("ViTForImageClassification", {"num_labels": 10**8}), "far more than it holds"),
         (_hf("TimmBackbone", {"backbone": "hf-hub:evil/model"}), "TimmBackbone|run code"),
         (_hf("DetrModel", {"backbone_config": {"backbone": "hf-hub:evil/model"}}), "DetrModel|run code"),
         (_hf("TimmWrapperModel", {"architecture": "local-dir:evil"}), "no model class 'TimmWrapperModel'"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from wellposed.errors import InvalidArgumentError
 from wellposed.optim.rotation import Bases, power_step, rotated, rotated_back
 
 # Entries of the matrices that are refreshed together: half a GiB of float64.
@@ -55,6 +56,8 @@ class Batch:
     """The state of parameters that are stepped together, stacked; each parameter's own state is a view into it."""
 
     def __init__(self, layout: Layout, params: list[Tensor], state: dict[Tensor, Any]) -> None:
+        for param in params:
+            _check_state(state[param], layout)
         self.layout = layout
         self.params = params
         self.exp_avg = torch.stack([state[p]["exp_avg"] for p in params])
@@ -78,15 +81,27 @@ class Batch:
             state[param]["step"] += 1
         return int(state[self.params[0]]["step"])
 
-    def due(self, state: dict[Tensor, Any], group: dict[str, Any]) -> slice | None:
-        """The members whose bases are refreshed at this step."""
+    def due(self, state: dict[Tensor, Any], group: dict[str, Any], offset: int) -> slice | None:
+        """The members whose bases are refreshed at this step; spread ones `offset` steps before their turn."""
         if not any(self.layout.rotates):
             return None
         step, spread = state[self.params[0]]["step"], group["spread_refresh"]
+        step += offset if spread else 0
         return due_members(len(self.params), step, group["precondition_frequency"], spread=spread)
 
     def bases_of(self, members: slice) -> Bases:
         return [None if basis is None else basis[members] for basis in self.bases]
+
+
+def _check_state(state: dict[str, Any], layout: Layout) -> None:
+    """Raise where `state` is not that of a parameter seen in this `layout`."""
+    present = tuple(factor is not None for factor in state["GG"])
+    if tuple(state["exp_avg"].shape) != layout.shape or present != layout.rotates:
+        raise InvalidArgumentError(
+            f"SOAP's state for a parameter of shape {layout.original} is that of another: it is "
+            f"{tuple(state['exp_avg'].shape)} with rotated dimensions {present}, expected {layout.shape} with "
+            f"{layout.rotates}. Load the state of this model, and keep merge_dims, max_precond_dim and precondition_1d"
+        )
 
 
 def refresh(due: list[tuple[Batch, slice]]) -> None:

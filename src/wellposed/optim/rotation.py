@@ -7,6 +7,8 @@ alone.
 import torch
 from torch import Tensor
 
+from wellposed.errors import InvalidArgumentError
+
 Bases = list[Tensor | None]
 
 
@@ -44,7 +46,11 @@ def eigenbasis(factor: Tensor) -> Tensor:
     """Eigenvectors of each symmetric matrix, as columns, the largest eigenvalue first."""
     try:
         vectors = torch.linalg.eigh(factor).eigenvectors
-    except RuntimeError:  # float32 did not converge
+    except RuntimeError as error:  # float32 did not converge
+        if not factor.isfinite().all():
+            raise InvalidArgumentError(
+                "the first gradient of a parameter is not finite or too large to square: no basis to start SOAP from"
+            ) from error
         vectors = torch.linalg.eigh(factor.double()).eigenvectors.to(factor.dtype)
     return vectors.flip(-1)
 

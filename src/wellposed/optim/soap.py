@@ -41,8 +41,8 @@ class SOAP(Optimizer):
         normalize_grads: scale every parameter's update to root mean square 1.
         data_format: "channels_first" or "channels_last", how merge_dims is to read 4-d tensors.
         correct_bias: Adam's bias correction.
-        spread_refresh: refresh a part of every batch at each step instead of all of it at once, so that all
-            steps take equally long. Changes the result.
+        spread_refresh: refresh a part of the bases at each step instead of all of them at once, so that steps take
+            more nearly equally long. Changes the result.
         tf32: rotate and accumulate factors in TF32 on GPUs that have it; bases are refreshed in float32 all the same.
             Changes the result.
     """
@@ -66,14 +66,6 @@ class SOAP(Optimizer):
         spread_refresh: bool = False,
         tf32: bool = False,
     ) -> None:
-        _check("lr", lr, lr >= 0, ">= 0")
-        _check("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
-        _check("shampoo_beta", shampoo_beta, shampoo_beta < 1, "< 1")
-        _check("eps", eps, eps >= 0, ">= 0")
-        _check("weight_decay", weight_decay, weight_decay >= 0, ">= 0")
-        _check("precondition_frequency", precondition_frequency, precondition_frequency >= 1, ">= 1")
-        formats = ("channels_first", "channels_last")
-        _check("data_format", data_format, data_format in formats, f"one of {formats}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -93,9 +85,17 @@ class SOAP(Optimizer):
         super().__init__(params, defaults)
         self._batches: dict[int, list[Batch]] = {}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, once its options and the defaults it leaves are known to make sense."""
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._batches = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, bit for bit: torch alone would cast the state to the parameters' dtype."""
@@ -104,7 +104,7 @@ class SOAP(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
             if number in state_dict["state"]:
-                self.state[param] = _on_device(state_dict["state"][number], param.device)
+                self.state[param] = _moved(state_dict["state"][number], param)
         self._batches = {}
 
     @torch.no_grad()
@@ -128,7 +128,8 @@ class SOAP(Optimizer):
                 for layout, alike in self._alike(group, [param for param in params if not self.state[param]]):
                     self._start(group, layout, alike)
             with _precise(params[0].device, tf32=False):
-                refresh([(batch, members) for batch in batches if (members := batch.due(self.state, group))])
+                due = [(batch, batch.due(self.state, group, offset)) for offset, batch in enumerate(batches)]
+                refresh([(batch, members) for batch, members in due if members])
         return loss
 
     def _batches_of(self, number: int, group: dict[str, Any], params: list[Tensor]) -> list[Batch]:
@@ -136,6 +137,8 @@ class SOAP(Optimizer):
         batches = self._batches.get(number, [])
         held = [id(param) for batch in batches for param in batch.params]
         if sorted(held) != sorted(map(id, params)) or not all(batch.is_current(self.state) for batch in batches):
+            for param in {p for batch in batches for p in batch.params} - set(params):
+                _let_go_(self.state[param])
             batches = [Batch(layout, alike, self.state) for layout, alike in self._alike(group, params)]
             self._batches[number] = batches
         return batches
@@ -164,8 +167,8 @@ class SOAP(Optimizer):
                 "step": 0,
                 "exp_avg": torch.zeros_like(gradients[j]),
                 "exp_avg_sq": torch.zeros_like(gradients[j]),
-                "GG": [None if factor is None else factor[j] for factor in factors],
-                "Q": [None if basis is None else basis[j] for basis in bases],
+                "GG": [None if factor is None else factor[j].clone() for factor in factors],
+                "Q": [None if basis is None else basis[j].clone() for basis in bases],
             }
 
     def _step_batches(self, group: dict[str, Any], batches: list[Batch]) -> None:
@@ -200,29 +203,38 @@ def _factor_decay(group: dict[str, Any]) -> float:
     return group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
 
 
+def _let_go_(state: dict[str, Any]) -> None:
+    """Give a parameter that leaves its batch tensors of its own, so that they do not hold on to the batch's."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.clone()
+        elif isinstance(value, list):
+            state[name] = [None if item is None else item.clone() for item in value]
+
+
 def _root_mean_square(stack: Tensor) -> Tensor:
     """Of each tensor in a stack, shaped to divide it."""
     return stack.square().mean(tuple(range(1, stack.ndim)), keepdim=True).sqrt() + 1e-30
 
 
 def _add_(batches: list[Batch], updates: list[Tensor], shrink: float) -> None:
-    """Add to each parameter its update, to its own shard where it is sharded, and multiply it by `shrink`."""
+    """Add to each parameter its update and multiply it by `shrink`; of a sharded one, this rank's part."""
     params = [param for batch in batches for param in batch.params]
     each = [u for batch, update in zip(batches, updates, strict=True) for u in batch.layout.restored(update)]
-    if any(isinstance(param, DTensor) for param in params):
-        each = [_sharded_like(update, param) for update, param in zip(each, params, strict=True)]
+    each = [_shard_of(update, param) for update, param in zip(each, params, strict=True)]
+    params = [param.to_local() if isinstance(param, DTensor) else param for param in params]
     torch._foreach_add_(params, each)
     if shrink != 1:
         torch._foreach_mul_(params, shrink)
 
 
-def _sharded_like(whole: Tensor, param: Tensor) -> Tensor:
+def _shard_of(whole: Tensor, param: Tensor) -> Tensor:
     """The part of `whole`, which every rank has, that belongs to this rank's shard of `param`."""
     if not isinstance(param, DTensor):
         return whole
     everywhere = [Replicate()] * param.device_mesh.ndim
     shared = DTensor.from_local(whole, param.device_mesh, everywhere, run_check=False)
-    return shared.redistribute(placements=param.placements)
+    return shared.redistribute(placements=param.placements).to_local()
 
 
 def _check_steppable(param: Tensor) -> None:
@@ -231,13 +243,14 @@ def _check_steppable(param: Tensor) -> None:
         raise InvalidArgumentError(f"SOAP cannot step {kind}; give those parameters to another optimizer")
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, param: Tensor) -> Any:
+    """`value` with its tensors where `param` is, in the precision its state is kept in."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(param.device, torch.promote_types(param.dtype, torch.float32))
     if isinstance(value, list):
-        return [_on_device(item, device) for item in value]
+        return [_moved(item, param) for item in value]
     if isinstance(value, dict):
-        return {key: _on_device(item, device) for key, item in value.items()}
+        return {key: _moved(item, param) for key, item in value.items()}
     return value
 
 
@@ -245,6 +258,8 @@ def _on_device(value: Any, device: torch.device) -> Any:
 def _precise(device: torch.device, *, tf32: bool) -> Iterator[None]:
     """Matrix products in float32 or TF32 as asked, whatever the surrounding code has set."""
     before = torch.backends.cuda.matmul.fp32_precision
+    if before == getattr(torch.backends, "fp32_precision", None):
+        before = "none"  # it was inherited; set to itself it would not follow the general setting any more
     with torch.autocast(device.type, enabled=False):
         torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
         try:
@@ -253,6 +268,19 @@ def _precise(device: torch.device, *, tf32: bool) -> Iterator[None]:
             torch.backends.cuda.matmul.fp32_precision = before
 
 
-def _check(name: str, value: Any, valid: bool, expected: str) -> None:
-    if not valid:
-        raise InvalidArgumentError(f"{name}={value!r}: expected {expected}")
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise where an option is outside what it is defined for."""
+    formats = ("channels_first", "channels_last")
+    expected = {
+        "lr": (options["lr"] >= 0, ">= 0"),
+        "betas": (len(options["betas"]) == 2 and all(0 <= b < 1 for b in options["betas"]), "two numbers in [0, 1)"),
+        "shampoo_beta": (options["shampoo_beta"] < 1, "< 1"),
+        "eps": (options["eps"] >= 0, ">= 0"),
+        "weight_decay": (options["weight_decay"] >= 0, ">= 0"),
+        "precondition_frequency": (options["precondition_frequency"] >= 1, ">= 1"),
+        "max_precond_dim": (options["max_precond_dim"] >= 0, ">= 0"),
+        "data_format": (options["data_format"] in formats, f"one of {formats}"),
+    }
+    for name, (valid, what) in expected.items():
+        if not valid:
+            raise InvalidArgumentError(f"{name}={options[name]!r}: expected {what}")

@@ -17,8 +17,10 @@ from wellposed.recipes import timm_models, transformers_models
 Origin = dict[str, Any]
 
 # Attributes that say how a model runs at the moment, not what it is.
-_PASSING = {"training", "grad_checkpointing", "fused_attn", "weight_init_mode", "fix_init"}
-_LAYER_COUNTS = ("depth", "num_hidden_layers", "n_layer")
+_PASSING = {
+    *("training", "grad_checkpointing", "gradient_checkpointing", "fused_attn"),
+    *("weight_init_mode", "fix_init", "name_or_path", "max_seq_len_cached"),
+}
 
 
 def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin:
@@ -26,7 +28,10 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
     if timm_models.is_timm(model):
         described, advice = timm_models.describe(model, model_args), "Give timm.create_model's arguments as model_args"
     elif transformers_models.is_transformers(model):
-        described, advice = transformers_models.describe(model), "Undo what was changed by hand after it was built"
+        described, advice = (
+            transformers_models.describe(model),
+            ("It was built with more than its configuration holds, or changed by hand: use its save_pretrained"),
+        )
     else:
         raise UnsuitableModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is neither a timm nor a transformers model, so a "
@@ -38,8 +43,7 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
         raise UnsuitableModelError(f"the model's arguments do not fit into JSON ({error}): {described}") from error
     with torch.device("meta"):
         rebuilt = build(described)
-    # A transformers model follows from its configuration; what timm's arguments are had to be guessed from its parts.
-    difference = _first_difference(model, rebuilt, attributes=described["library"] == "timm")
+    difference = _first_difference(model, rebuilt)
     if difference:
         raise UnsuitableModelError(
             f"cannot tell how {type(model).__name__} was made: rebuilt from {described}, {difference}. {advice}."
@@ -47,38 +51,28 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
     return described
 
 
-def build(described: Any, at_most_layers: int | None = None) -> nn.Module:
-    """A fresh model from what `origin` returned; the text may come from anywhere, so nothing in it is trusted.
-
-    A model with more layers than `at_most_layers`, the number of tensors at hand, is not even begun.
-    """
+def build(described: Any) -> nn.Module:
+    """A fresh model from what `origin` returned; the text may come from anywhere, so nothing in it is trusted."""
     library = described.get("library") if isinstance(described, dict) else None
-    if library not in {"timm", "transformers"}:
-        raise ModelFileError(f"the file names the library {library!r}; expected 'timm' or 'transformers'")
-    for count in _layer_counts(described):
-        if at_most_layers is not None and count > at_most_layers:
-            raise ModelFileError(
-                f"the file describes {count} layers but holds {at_most_layers} tensors; it is not used"
-            )
-    return timm_models.build(described) if library == "timm" else transformers_models.build(described)
+    if library == "timm":
+        return timm_models.build(described)
+    if library == "transformers":
+        return transformers_models.build(described)
+    raise ModelFileError(f"the file names the library {library!r}; expected 'timm' or 'transformers'")
 
 
-def _layer_counts(described: dict[str, Any]) -> list[int]:
-    values = described.get("args") or described.get("config")
-    numbers = [values.get(name) for name in _LAYER_COUNTS] if isinstance(values, dict) else []
-    return [number for number in numbers if isinstance(number, int)]
-
-
-def _first_difference(model: nn.Module, rebuilt: nn.Module, *, attributes: bool) -> str | None:
+def _first_difference(model: nn.Module, rebuilt: nn.Module) -> str | None:
     ours, theirs = dict(model.named_modules()), dict(rebuilt.named_modules())
     for name in [*theirs, *ours]:
         if name not in ours or name not in theirs:
             return f"the module {name!r} is {'missing' if name in ours else 'one too many'}"
         if library_class(ours[name]).__name__ != library_class(theirs[name]).__name__:
             return f"{name!r} is a {type(theirs[name]).__name__}, not a {type(ours[name]).__name__}"
-        for attribute, value in vars(theirs[name]).items() if attributes else ():
+        for attribute, value in vars(theirs[name]).items():
             own = vars(ours[name]).get(attribute)
-            if _is_plain(value) and attribute not in _PASSING and not attribute.startswith("_") and own != value:
+            if not _is_plain(value) or attribute in _PASSING or attribute.startswith("_"):
+                continue
+            if not _is_plain(own) or own != value:
                 return f"{name}.{attribute} is {value!r}, not {own!r}"
     ours_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     theirs_shapes = {name: tensor.shape for name, tensor in rebuilt.state_dict().items()}

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from wellposed.errors import InvalidArgumentError, ModelFileError, UnsuitableModelError
 from wellposed.families import unwrapped
@@ -22,13 +25,15 @@ Model = TypeVar("Model", bound=nn.Module)
 WEIGHTS, READABLE = "wellposed.safetensors", "wellposed.json"
 FORMAT_VERSION = 1
 _HEADER = "wellposed"
+_LAYER_COUNTS = ("depth", "num_hidden_layers", "n_layer")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str, Any] | None = None) -> Path:
     """Write `model` into `folder`, so that `load` can build it again, and return the folder.
 
     `wellposed.safetensors` holds the weights and, in its header, what the model is and its recipe;
-    `wellposed.json` is a copy of that header for people to read. Old files stay until the new ones are whole.
+    `wellposed.json` is a copy of that header for people to read. Old files stay until the new ones are whole. Of a
+    transformers model, the attention implementation and the generation config are not kept.
 
     Args:
         model: a timm or HuggingFace transformers model.
@@ -71,9 +76,12 @@ def load(
         target.load_state_dict(tensors)
         take_provenance(target, header["recipe"])
         return model
-    with torch.device("meta"):  # before any memory is taken for a model the file may only claim to hold
-        _check_fit(_changed(header, len(tensors)), tensors, path)
-    fresh = _changed(header, len(tensors))
+    # Before time and memory go into a model the file may only claim to hold.
+    size = max(2**21, sum(tensor.numel() for tensor in tensors.values()))
+    _check_numbers(header.get("model"), size, layers=len(tensors))
+    with torch.device("meta"), _at_most_parameters(2 * len(tensors) + 64):
+        _check_fit(_changed(header), tensors, path)
+    fresh = _changed(header)
     _tie(fresh, shared)
     _cast_like(fresh, tensors)
     fresh.load_state_dict(tensors)
@@ -90,10 +98,39 @@ def _check_savable(model: nn.Module) -> None:
             )
 
 
-def _changed(header: dict[str, Any], tensors: int) -> nn.Module:
-    model = build(header.get("model"), at_most_layers=tensors)
+def _changed(header: dict[str, Any]) -> nn.Module:
+    model = build(header.get("model"))
     replay(model, header["recipe"])
     return model
+
+
+def _check_numbers(described: Any, size: int, layers: int) -> None:
+    """Raise where a whole number anywhere in `described` is larger than what such a file could mean."""
+    if not isinstance(described, dict | list):
+        return
+    for key, value in described.items() if isinstance(described, dict) else enumerate(described):
+        limit = layers if key in _LAYER_COUNTS else size
+        if isinstance(value, int) and value > limit:
+            raise ModelFileError(f"the file describes a model with {key}={value}, far more than it holds; not used")
+        _check_numbers(value, size, layers)
+
+
+@contextmanager
+def _at_most_parameters(limit: int) -> Iterator[None]:
+    """Stop the making of a model that would have more parameters than this."""
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > limit:
+            raise ModelFileError(f"the file describes over {limit} parameters, far more than it holds; not used")
+
+    handle = register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _weights_file(path: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.errors import ModelFileError, UnsuitableModelError, WellposedError
 
 _OWN_CLASSES = ("VisionTransformer", "ConvMixer")
 """Classes whose models may also be made without create_model, and all of whose arguments are read off."""
@@ -50,7 +50,7 @@ def build(described: dict[str, Any]) -> nn.Module:
         raise ModelFileError(f"expected an architecture and its arguments, got {name!r} and {arguments!r}")
     refused = sorted(filter(_loads_something, arguments))
     if refused:
-        raise ModelFileError(f"the file sets {refused}, arguments that load other files; it is not used")
+        raise ModelFileError(f"the file sets {refused}, which are no arguments of a model alone; it is not used")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     architecture, _, tag = name.partition(".")
     try:
@@ -58,6 +58,8 @@ def build(described: dict[str, Any]) -> nn.Module:
             return getattr(timm.models, name)(**arguments)
         if timm.is_model(architecture):  # a plain name: never "hf-hub:..." or "local-dir:..."
             return timm.models.model_entrypoint(architecture)(pretrained_cfg=tag or None, **arguments)
+    except WellposedError:
+        raise
     except Exception as error:  # whatever an argument can make a constructor stumble over
         raise ModelFileError(f"timm cannot make {name} with {arguments}: {error}") from error
     raise ModelFileError(
@@ -66,10 +68,11 @@ def build(described: dict[str, Any]) -> nn.Module:
 
 
 def _loads_something(argument: str) -> bool:
-    """Whether this is an argument of create_model itself rather than of the model."""
+    """Whether this is an argument of create_model or its wrappers rather than of the model."""
     import timm
 
-    return argument.startswith("pretrained") or argument in inspect.signature(timm.create_model).parameters
+    wrapping = {*inspect.signature(timm.create_model).parameters, "features_only", "out_indices", "feature_cls"}
+    return argument.startswith("pretrained") or argument in wrapping
 
 
 def _arguments(model: nn.Module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.errors import ModelFileError, UnsuitableModelError
+from wellposed.errors import ModelFileError, UnsuitableModelError, WellposedError
 from wellposed.families import FAMILIES
 
 _KNOWN = {home for family in FAMILIES for home in family.homes if home.startswith("transformers.")}
@@ -43,6 +43,8 @@ def build(described: dict[str, Any]) -> nn.Module:
     try:
         with no_init_weights():
             return cls(cls.config_class.from_dict(values))
+    except WellposedError:
+        raise
     except Exception as error:  # whatever a configuration can make a constructor stumble over
         raise ModelFileError(f"transformers cannot make {name} from its configuration: {error}") from error
 
