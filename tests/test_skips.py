@@ -102,6 +102,11 @@ def test_cutting_twice_changes_nothing_more() -> None:
     assert all(skip.attention and skip.mlp for skip in wp.skips(model))
 
 
+def test_asking_for_nothing_changes_nothing() -> None:
+    model = vit()
+    assert wp.recipe(wp.cut_skips(model, attention=False, mlp=False)) == []
+
+
 def test_names_choose_blocks() -> None:
     model = wp.cut_skips(vit(), attention=["blocks.1"], mlp=False)
     assert [skip.attention for skip in wp.skips(model)] == [True, False]

@@ -48,7 +48,7 @@ def cut_skips(model: Model, attention: bool | Iterable[str] = True, mlp: bool | 
 
     Raises:
         UnknownFamilyError: the model or one of its blocks is of no known family; it is untouched.
-        InvalidArgumentError: a name is not that of a block with such a skip, or no block has any skip asked for.
+        InvalidArgumentError: a name is not that of a block with such a skip, or no block has the kind asked for.
 
     Example:
         >>> import timm
@@ -59,10 +59,10 @@ def cut_skips(model: Model, attention: bool | Iterable[str] = True, mlp: bool | 
     """
     found = blocks(model)
     wanted = {kind: _chosen(found, kind, choice) for kind, choice in zip(KINDS, (attention, mlp), strict=True)}
-    if not any(wanted.values()):
+    if (attention or mlp) and not any(wanted.values()):
         raise InvalidArgumentError(
-            f"attention={attention!r}, mlp={mlp!r} asks for no skip that {type(model).__name__} has "
-            f"({found[0].family.name} blocks have: {', '.join(found[0].family.skips)}). Ask for at least one."
+            f"attention={attention!r}, mlp={mlp!r} asks for skips that {type(model).__name__} does not have: the blocks "
+            f"of {found[0].family.name} have {', '.join(found[0].family.skips)}"
         )
     _set_skips([(block, kind) for block in found for kind in KINDS if block.name in wanted[kind]], present=False)
     return model
