@@ -61,7 +61,7 @@ def cut_skips(model: Model, attention: bool | Iterable[str] = True, mlp: bool | 
     wanted = {kind: _chosen(found, kind, choice) for kind, choice in zip(KINDS, (attention, mlp), strict=True)}
     if (attention or mlp) and not any(wanted.values()):
         raise InvalidArgumentError(
-            f"attention={attention!r}, mlp={mlp!r} asks for skips that {type(model).__name__} does not have: the blocks "
+            f"attention={attention!r}, mlp={mlp!r} asks for skips {type(model).__name__} does not have: the blocks "
             f"of {found[0].family.name} have {', '.join(found[0].family.skips)}"
         )
     _set_skips([(block, kind) for block in found for kind in KINDS if block.name in wanted[kind]], present=False)
