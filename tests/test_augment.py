@@ -140,7 +140,7 @@ def test_both_and_none() -> None:
     [
         lambda: Augment(erase=1.5),
         lambda: Augment(geometry=-0.1),
-        lambda: Augment(crop="centre"),  # type: ignore[arg-type]
+        lambda: Augment(crop="centre"),
         lambda: Augment(smallest_area=0),
         lambda: Mix(mixup=2.0),
         lambda: Mix(cutmix=0.5)(torch.rand(3, 1, 4, 4), targets(3), rows(3)),
@@ -193,6 +193,14 @@ def test_the_same_seed_gives_the_same_batches() -> None:
         assert torch.equal(a, b)
         assert torch.equal(la, lb)
         assert not torch.equal(a, c)
+
+
+def test_an_epoch_is_over_with_its_last_batch() -> None:
+    loader = DeviceLoader(numbered(20), 5)
+    for count, _ in enumerate(loader, start=1):
+        if count == len(loader):
+            break
+    assert len(list(loader)) == 4
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 5, 7])

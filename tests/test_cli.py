@@ -49,6 +49,11 @@ def test_bad_input_is_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
+def test_bench_soap_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "soap", "--device", "cpu"]) == 2
+    assert "expected 'cuda'" in capsys.readouterr().err
+
+
 def test_unknown_commands_are_status_2() -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["nothing"])

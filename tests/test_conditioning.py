@@ -293,7 +293,7 @@ def _assert_refused(model: nn.Module, error: type[WellposedError], match: str, *
     with pytest.raises(error, match=match):
         wp.condition_(model, **arguments)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not wp.recipe(model) if error is not UnknownFamilyError else True
+    assert not wp.recipe(model)
 
 
 # --- on a GPU

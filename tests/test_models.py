@@ -11,8 +11,7 @@ from torch import nn
 import wellposed as wp
 import wellposed.models
 from wellposed.errors import InvalidArgumentError
-
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
+from zoo import SMALL_VIT
 
 
 @pytest.mark.parametrize(("size", "width"), [("tiny", 192), ("small", 384), ("base", 768)])
@@ -29,23 +28,23 @@ def test_names_are_registered_at_their_size(size: str, width: int) -> None:
 
 
 def test_timm_features_work() -> None:
-    model: Any = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL, drop_path_rate=0.5)
+    model: Any = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL_VIT, drop_path_rate=0.5)
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(model(x), model(x)), "drop-path is off in training mode too"
     _, features = model.forward_intermediates(x, indices=2)
     assert [feature.shape for feature in features] == [(1, 32, 4, 4)] * 2
     model.set_input_size(img_size=64)
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
-    pyramid = timm.create_model("skipless_vit_tiny_patch16_224", features_only=True, out_indices=[1], **SMALL)
+    pyramid = timm.create_model("skipless_vit_tiny_patch16_224", features_only=True, out_indices=[1], **SMALL_VIT)
     assert pyramid(x)[0].shape == (1, 32, 4, 4)
     assert not any(skip.attention or skip.mlp for skip in wp.skips(pyramid))
 
 
 def test_constants_can_be_given() -> None:
-    model = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL, alpha=1.8, beta=1.0, scale_mlp=False)
+    model = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL_VIT, alpha=1.8, beta=1.0, scale_mlp=False)
     assert wp.recipe(model)[1] == {"change": "condition_", "alpha": 1.8, "beta": 1.0, "c": 3.0, "scale_mlp": False}
     with pytest.raises(InvalidArgumentError, match="alpha=-1"):
-        timm.create_model("skipless_vit_tiny_patch16_224", **SMALL, alpha=-1)
+        timm.create_model("skipless_vit_tiny_patch16_224", **SMALL_VIT, alpha=-1)
 
 
 def test_there_are_no_pretrained_weights() -> None:
@@ -54,7 +53,7 @@ def test_there_are_no_pretrained_weights() -> None:
 
 
 def test_saved_models_load_without_the_registration(tmp_path: Path) -> None:
-    model: nn.Module = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL).eval()
+    model: nn.Module = timm.create_model("skipless_vit_tiny_patch16_224", **SMALL_VIT).eval()
     wp.save(model, tmp_path)
     assert '"vit_tiny_patch16_224"' in (tmp_path / "wellposed.json").read_text()
     x = torch.randn(1, 3, 32, 32)

@@ -54,8 +54,9 @@ def test_devices() -> None:
             device_named(name)
 
 
-def test_provenance_says_how_to_measure_again() -> None:
-    facts = provenance(torch.device("cpu"), seed=3, command="wellposed bench condition")
+def test_provenance_says_how_to_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["somewhere/wellposed", "bench", "condition"])
+    facts = provenance(torch.device("cpu"), seed=3)
     assert facts["command"] == "wellposed bench condition"
     assert facts["seed"] == "3"
     assert "threads" in facts["hardware"]

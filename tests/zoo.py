@@ -14,6 +14,7 @@ from wellposed.families import library_class
 
 IMAGE = (2, 3, 32, 32)
 VOCABULARY = 60
+SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
 Forward = Callable[..., Tensor]
 
 
@@ -52,25 +53,15 @@ def tokens() -> dict[str, Tensor]:
 
 
 def vit(**arguments: Any) -> nn.Module:
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
-    return timm.create_model("vit_tiny_patch16_224", **(settings | arguments))
+    return timm.create_model("vit_tiny_patch16_224", **(SMALL_VIT | arguments))
 
 
-def dinov2(**arguments: Any) -> nn.Module:
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
-    return timm.create_model("vit_small_patch14_reg4_dinov2", **(settings | arguments))
+def dinov2() -> nn.Module:
+    return timm.create_model("vit_small_patch14_reg4_dinov2", **SMALL_VIT)
 
 
 def deit() -> nn.Module:
-    return timm.create_model(
-        "deit_tiny_distilled_patch16_224",
-        img_size=32,
-        patch_size=8,
-        embed_dim=32,
-        depth=2,
-        num_heads=4,
-        num_classes=5,
-    )
+    return timm.create_model("deit_tiny_distilled_patch16_224", **SMALL_VIT)
 
 
 def convmixer(**arguments: Any) -> nn.Module:

@@ -37,8 +37,9 @@ class _Row:
 class Augment:
     """Random crop, flip, geometry, colour and erasing, in this order.
 
-    `geometry` and `colour` are as RandAugment's in kind but not in its bookkeeping: each of their operations is applied
-    to a sample with probability 1/2, up to the given strength, and all geometry is one bilinear resampling.
+    `geometry` and `colour` are as RandAugment's in kind but not in its bookkeeping: each operation is applied to a
+    sample with probability 1/2 (solarization and posterization 1/4), up to the given strength, and all geometry is one
+    bilinear resampling.
     """
 
     crop: Literal["none", "pad", "resize"] = "none"
@@ -109,11 +110,8 @@ class Augment:
 
     def _coloured(self, images: Tensor, row: _Row) -> Tensor:
         grey = images.mean(1, keepdim=True)
-        for base in (
-            torch.zeros_like(grey),
-            grey.mean((-2, -1), keepdim=True),
-            grey,
-        ):  # brightness, contrast, saturation
+        brightness, contrast, saturation = torch.zeros_like(grey), grey.mean((-2, -1), keepdim=True), grey
+        for base in (brightness, contrast, saturation):
             factor = 1 + row.chance(0.5) * row.uniform(-0.9, 0.9) * self.colour
             images = (base + factor * (images - base)).clamp(0, 1)
         threshold = 1 - row.chance(0.25) * row.uniform(0, 0.8) * self.colour
@@ -131,7 +129,7 @@ class Augment:
 class Mix:
     """Mixup and CutMix between neighbours of a batch: samples 2i and 2i + 1 are each other's partner.
 
-    Where both are on, each pair of draws takes one or the other with probability 1/2.
+    Where both are on, each sample takes one or the other with probability 1/2.
     """
 
     mixup: float = 0.0
@@ -174,7 +172,7 @@ def _beta(row: _Row, alpha: float, candidates: int = 8) -> Tensor:
     """
     if alpha in {0, 1}:
         return row.uniform(1 - alpha, 1)
-    result = torch.full_like(row.uniform(), 0.5)
+    result = row.uniform(0.5, 0.5)
     accepted = torch.zeros_like(result, dtype=torch.bool)
     for _ in range(candidates):
         u, v = row.uniform() ** (1 / alpha), row.uniform() ** (1 / alpha)

@@ -66,14 +66,15 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The rest of the epoch: float images (N, C, H, W) and labels (N,), this process's part of each batch."""
         order = self._order()
-        while self._done < len(self):
-            chosen = order[self._done * self.batch_size :][: self.batch_size]
+        for number in range(self._done, len(self)):
+            chosen = order[number * self.batch_size :][: self.batch_size]
             draws = draw(len(chosen), self._generator)
             share = slice(self.rank * len(chosen) // self.ranks, (self.rank + 1) * len(chosen) // self.ranks)
             images = self.augment(self.images[chosen[share]], draws[share])
-            self._done += 1
+            self._done = number + 1
+            if self._done == len(self):  # now, and not after the yield: the caller may never ask for another batch
+                self._order_state, self._done = self._generator.get_state(), 0
             yield (images - self.mean) / self.std, self.labels[chosen[share]]
-        self._order_state, self._done = self._generator.get_state(), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: the generator when the epoch's order was drawn, now, and the batches made since."""
@@ -96,11 +97,10 @@ class DeviceLoader:
 
 
 def _statistics(images_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of images in [0, 1], shaped (C, 1, 1)."""
-    per_channel = images_NCHW.movedim(1, 0).flatten(1)
-    parts = [part.float() / 255 for part in per_channel.split(2**24, dim=1)]
-    count = per_channel.shape[1]
-    mean = torch.stack([part.sum(1, dtype=torch.float64) for part in parts]).sum(0) / count
-    square = torch.stack([part.square().sum(1, dtype=torch.float64) for part in parts]).sum(0) / count
-    std = (square - mean**2).clamp(min=1e-12).sqrt()
-    return mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1)
+    """Mean and standard deviation of each channel of images in [0, 1], shaped (C, 1, 1), from counts of values."""
+    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in images_NCHW.unbind(1)]).double()
+    values = torch.arange(256, device=counts.device) / 255
+    share = counts / counts.sum(1, keepdim=True)
+    mean = (share * values).sum(1, keepdim=True)
+    std = (share * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=1e-6)
+    return mean.float()[:, :, None], std.float()[:, :, None]

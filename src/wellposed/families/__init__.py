@@ -1,7 +1,6 @@
 """The only place that knows how other libraries lay out a block."""
 
 from wellposed.families.family import BlockWeights as BlockWeights
-from wellposed.families.family import Family as Family
 from wellposed.families.family import Matrix as Matrix
 from wellposed.families.finding import FAMILIES as FAMILIES
 from wellposed.families.finding import Block as Block

@@ -48,10 +48,10 @@ class SitedModule(nn.Module):
             return branch
         return x + (branch if drop_path is None else drop_path(branch))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Pickle and deepcopy by what the class was made from: it has no importable name of its own."""
         if "wp_sites" not in vars(type(self)):
-            return super().__reduce_ex__(protocol)  # type: ignore[return-value]
+            return super().__reduce_ex__(protocol)
         return _new_instance, (self.wp_forward, self.wp_library_class, self.wp_sites), self.__getstate__()
 
 

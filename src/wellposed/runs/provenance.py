@@ -12,20 +12,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def provenance(device: "torch.device", *, seed: int | None = None, command: str | None = None) -> dict[str, str]:
+def provenance(device: "torch.device", *, seed: int) -> dict[str, str]:
     """What a reader needs to repeat a measurement on `device`."""
     import torch
 
-    facts = {
-        "command": command or "wellposed " + " ".join(sys.argv[1:]),
+    return {
+        "command": "wellposed " + " ".join(sys.argv[1:]),
         "commit": _commit(),
         "hardware": _hardware(device),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
         "date": datetime.date.today().isoformat(),
+        "seed": str(seed),
     }
-    if seed is not None:
-        facts["seed"] = str(seed)
-    return facts
 
 
 def _commit() -> str:

@@ -52,7 +52,8 @@ def semi_orthogonal(
 ) -> Tensor:
     """A (rows, columns) matrix, uniformly distributed among those with all singular values 1.
 
-    As torch.nn.init.orthogonal_, with the draw made where the generator lives.
+    As torch.nn.init.orthogonal_, but drawn where the generator lives and decomposed on `device`: a CPU generator makes
+    the numbers repeatable everywhere without making a GPU's model wait for the CPU's QR.
     """
     tall = gaussian((max(rows, columns), min(rows, columns)), generator=generator, device=device).to(dtype)
     q, r = torch.linalg.qr(tall)
