@@ -1,4 +1,4 @@
-"""Augmentation sample by sample, against loops and closed forms; the loader's order, parts and resumption."""
+"""Augmentation sample by sample, against loops and closed forms."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.data import Augment, DeviceLoader, ImageSet, Mix, draw, make_shapes
+from wellposed.data import Augment, Mix, draw, make_shapes
 from wellposed.data.augment import COLUMNS, _beta, _Row
 from wellposed.errors import InvalidArgumentError
 
@@ -144,89 +144,8 @@ def test_both_and_none() -> None:
         lambda: Augment(smallest_area=0),
         lambda: Mix(mixup=2.0),
         lambda: Mix(cutmix=0.5)(torch.rand(3, 1, 4, 4), targets(3), rows(3)),
-        lambda: DeviceLoader(make_shapes(10, 16), 11),
-        lambda: DeviceLoader(make_shapes(10, 16), 5, ranks=2),
     ],
 )
 def test_bad_settings(make: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="expected"):
         make()
-
-
-# --- the loader
-
-
-def numbered(count: int) -> ImageSet:
-    """Images that say which they are."""
-    images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4)
-    return ImageSet("numbered", ("only",), images.contiguous(), torch.arange(count))
-
-
-def test_an_epoch_holds_every_image_once() -> None:
-    loader = DeviceLoader(numbered(50), 8, seed=3)
-    assert len(loader) == 6
-    epochs = [torch.cat([labels for _, labels in loader]) for _ in range(2)]
-    for epoch in epochs:
-        assert len(set(epoch.tolist())) == 48
-    assert not torch.equal(*epochs)
-    ordered = DeviceLoader(numbered(50), 8, shuffle=False)
-    assert len(ordered) == 7
-    assert torch.cat([labels for _, labels in ordered]).tolist() == list(range(50))
-
-
-def test_images_go_with_their_labels_and_are_normalized() -> None:
-    data = numbered(100)
-    loader = DeviceLoader(data, 10)
-    images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    assert images.mean().item() == pytest.approx(0, abs=1e-5)
-    assert images.std(correction=0).item() == pytest.approx(1, abs=1e-5)
-    expected = (labels / 255 - (data.images / 255).mean()) / (data.images / 255).std(correction=0)
-    torch.testing.assert_close(images[:, 0, 0, 0], expected, rtol=1e-4, atol=1e-4)
-    plain = DeviceLoader(data, 10, mean=torch.zeros(1, 1, 1), std=torch.ones(1, 1, 1))
-    images, labels = next(iter(plain))
-    torch.testing.assert_close(images[:, 0, 0, 0], labels / 255)
-
-
-def test_the_same_seed_gives_the_same_batches() -> None:
-    one, two, other = (DeviceLoader(make_shapes(40, 16), 8, seed=seed, augment=EVERYTHING) for seed in (1, 1, 2))
-    for (a, la), (b, lb), (c, _) in zip(one, two, other, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(la, lb)
-        assert not torch.equal(a, c)
-
-
-def test_an_epoch_is_over_with_its_last_batch() -> None:
-    loader = DeviceLoader(numbered(20), 5)
-    for count, _ in enumerate(loader, start=1):
-        if count == len(loader):
-            break
-    assert len(list(loader)) == 4
-
-
-@pytest.mark.parametrize("stop", [0, 1, 3, 5, 7])
-def test_an_interrupted_epoch_goes_on_with_the_same_batches(stop: int) -> None:
-    data = make_shapes(40, 16)
-    whole = DeviceLoader(data, 8, seed=1, augment=EVERYTHING)
-    batches = [batch for _ in range(3) for batch in whole]
-    first = DeviceLoader(data, 8, seed=1, augment=EVERYTHING)
-    seen = 0
-    while seen < stop:
-        for _ in first:
-            seen += 1
-            if seen == stop:
-                break
-    second = DeviceLoader(data, 8, seed=99, augment=EVERYTHING)
-    second.load_state_dict(first.state_dict())
-    rest = [batch for _ in range(3) for batch in second][: 15 - stop]
-    for (ours, our_labels), (theirs, their_labels) in zip(rest, batches[stop:], strict=True):
-        assert torch.equal(ours, theirs)
-        assert torch.equal(our_labels, their_labels)
-
-
-def test_processes_share_the_batches_of_one() -> None:
-    data = make_shapes(40, 16)
-    alone = DeviceLoader(data, 8, seed=1, augment=EVERYTHING)
-    halves = [DeviceLoader(data, 8, seed=1, augment=EVERYTHING, rank=rank, ranks=2) for rank in range(2)]
-    for (whole, labels), (one, one_labels), (two, two_labels) in zip(alone, *halves, strict=True):
-        torch.testing.assert_close(torch.cat([one, two]), whole, rtol=0, atol=1e-5)
-        assert torch.equal(torch.cat([one_labels, two_labels]), labels)

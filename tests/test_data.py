@@ -4,6 +4,7 @@ import gzip
 import lzma
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,32 @@ def test_folder_that_is_none(photographs: Path) -> None:
         file.unlink()
     with pytest.raises(DataError, match="not a folder of images by class"):
         open_data(f"folder:{photographs}", split="test")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.jpg", b"\xff\xd8\xff"),
+        ("a.ppm", b"P6 four 4 255 "),
+        ("bomb.bmp", b"BM" + bytes(12) + b"\x28\0\0\0" + b"\xff\xff\xff\x0f" * 2 + b"\1\0\x18\0" + bytes(24)),
+    ],
+    ids=["cut", "header", "bomb"],
+)
+def test_a_damaged_image_is_named(name: str, content: bytes, photographs: Path) -> None:
+    (photographs / "train" / "cat" / name).write_bytes(content)
+    data = open_data(f"folder:{photographs}", image_size=32)
+    with pytest.raises(DataError, match=rf"{name} cannot be read"):
+        data[0]
+
+
+def test_folders_of_other_classes(photographs: Path) -> None:
+    (photographs / "val" / "cow").mkdir()
+    for split in ("train", "test"):
+        with pytest.raises(DataError, match=r"different classes, .* has cow"):
+            open_data(f"folder:{photographs}", split=split)
+    shutil.rmtree(photographs / "val")
+    (photographs / "test").mkdir()  # without classes, as that of ImageNet
+    assert len(open_data(f"folder:{photographs}")) == 4
 
 
 # --- by name

@@ -6,6 +6,9 @@ from wellposed.data.augment import draw as draw
 from wellposed.data.images import Dataset as Dataset
 from wellposed.data.images import ImageSet as ImageSet
 from wellposed.data.loader import DeviceLoader as DeviceLoader
+from wellposed.data.loader import Loader as Loader
 from wellposed.data.sets import SETS as SETS
 from wellposed.data.sets import open_data as open_data
 from wellposed.data.shapes import make_shapes as make_shapes
+from wellposed.data.workers import WorkerLoader as WorkerLoader
+from wellposed.data.workers import open_loader as open_loader

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from PIL.Image import DecompressionBombError
 from torch import Tensor
 
 from wellposed.errors import DataError
@@ -33,7 +34,7 @@ class FolderSet:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             image, label = self._files[index]
-        except OSError as error:
+        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # all of which PIL raises
             raise DataError(f"{self._files.samples[index][0]} cannot be read: {error}") from error
         fitted: Tensor = self._fit(image)
         return fitted.to(torch.uint8), label
@@ -41,8 +42,19 @@ class FolderSet:
 
 def read_folder(path: Path, split: str, image_size: int) -> FolderSet:
     """The images under `path`/train or `path`/val, or test where there is no val."""
-    names = {"train": ("train",), "test": ("val", "test")}[split]
-    for name in names:
-        if (path / name).is_dir():
-            return FolderSet(path / name, image_size)
-    raise DataError(f"{path} has no folder {' or '.join(names)}; expected {path / names[0] / 'cat' / 'one.jpg'}")
+    train = path / "train"
+    test = next((path / name for name in ("val", "test") if (path / name).is_dir()), path / "val")
+    folder = {"train": train, "test": test}[split]
+    if not folder.is_dir():
+        raise DataError(f"{path} has no folder {folder.name}; expected {folder / 'cat' / 'one.jpg'}")
+    train_classes, test_classes = _classes(train), _classes(test)
+    if train_classes and test_classes and train_classes != test_classes:
+        raise DataError(
+            f"{train} and {test} have different classes, so the same class would have two numbers; only one of them "
+            f"has {', '.join(sorted(train_classes ^ test_classes)[:5])}"
+        )
+    return FolderSet(folder, image_size)
+
+
+def _classes(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()

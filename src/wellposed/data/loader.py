@@ -1,80 +1,114 @@
-"""Batches of a set that fits into the memory of the device it is used on."""
+"""Batches whose order and randomness can be resumed and shared; here, of a set that fits into the device's memory."""
 
-from collections.abc import Iterator
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from wellposed.data.augment import Augment, draw
-from wellposed.data.images import ImageSet
+from wellposed.data.augment import Augment, Mix, draw
+from wellposed.data.images import Dataset, ImageSet
 from wellposed.errors import InvalidArgumentError
 
 
-class DeviceLoader:
-    """Batches of augmented, normalized images and their labels, made on the device without any worker.
+class LoaderOptions(TypedDict, total=False):
+    """What every `Loader` takes by name."""
+
+    device: torch.device | str
+    seed: int
+    augment: Augment | None
+    mix: Mix | None
+    shuffle: bool
+    rank: int
+    ranks: int
+    mean: Tensor | None
+    std: Tensor | None
+
+
+class Loader(ABC):
+    """Batches of augmented, normalized images and their labels, on the device.
 
     A pass over the set starts where the last one stopped, so that a run interrupted within an epoch goes on with the
     very same batches after `load_state_dict`. With `ranks` processes each gets its part of every batch, the same
-    numbers that one process alone would have in that place.
+    numbers that one process alone would have in that place. All random numbers are drawn here, none where images are
+    read, so loaders that differ in that alone give the same batches.
 
     Args:
-        data: the set; its images are moved to `device`.
+        data: the set.
         batch_size: images in a batch of all processes together.
-        device: where images and random numbers live.
-        seed: of the order and of the augmentation.
+        device: where batches and random numbers live.
+        seed: of the order, the augmentation and the mixing.
         augment: what happens to each image; nothing if None.
+        mix: mixup and CutMix within each process's part, which turn labels (N,) into class probabilities (N, K).
         shuffle: a new order in every epoch, without the last, smaller batch; otherwise the set's order, and all of it.
         rank: which of `ranks` processes this is.
         ranks: number of processes.
-        mean: of each channel, subtracted from images in [0, 1]; that of the set if None.
-        std: of each channel, by which they are divided; that of the set if None.
+        mean: of each channel, shaped (C, 1, 1), subtracted from images in [0, 1]; the loader's own choice if None.
+        std: of each channel, by which they are divided; likewise.
     """
 
     def __init__(
         self,
-        data: ImageSet,
+        data: Dataset,
         batch_size: int,
         *,
         device: torch.device | str = "cpu",
         seed: int = 0,
         augment: Augment | None = None,
+        mix: Mix | None = None,
         shuffle: bool = True,
         rank: int = 0,
         ranks: int = 1,
         mean: Tensor | None = None,
         std: Tensor | None = None,
     ) -> None:
+        if not 0 <= rank < ranks:
+            raise InvalidArgumentError(f"rank={rank}, ranks={ranks}: expected ranks from 0 to ranks - 1")
         if batch_size < 1 or batch_size % ranks or (shuffle and batch_size > len(data)):
             raise InvalidArgumentError(
                 f"batch_size={batch_size}: expected 1 to {len(data)}, the size of {data.name}, and a multiple of the "
                 f"{ranks} processes"
             )
-        self.images, self.labels = data.images.to(device), data.labels.to(device)
+        self.mix = None if mix == Mix() else mix
+        if self.mix and (batch_size % (2 * ranks) or (not shuffle and len(data) % (2 * ranks))):
+            raise InvalidArgumentError(
+                f"batch_size={batch_size}, ranks={ranks}: mixing pairs the images of each process; expected a multiple "
+                f"of {2 * ranks}" + ("" if shuffle else f", also as the size of {data.name}, which is {len(data)}")
+            )
         self.batch_size, self.shuffle, self.rank, self.ranks = batch_size, shuffle, rank, ranks
-        self.augment = augment or Augment()
-        measured_mean, measured_std = _statistics(self.images)
-        self.mean = measured_mean if mean is None else mean.to(device)
-        self.std = measured_std if std is None else std.to(device)
+        self.device, self.augment = torch.device(device), augment or Augment()
+        self._size, self._class_count = len(data), len(data.classes)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._order_state, self._done = self._generator.get_state(), 0
+        own_mean, own_std = self._open(data)
+        self.mean = (own_mean if mean is None else mean).to(device)
+        self.std = (own_std if std is None else std).to(device)
+
+    @abstractmethod
+    def _open(self, data: Dataset) -> tuple[Tensor, Tensor]:
+        """Make ready to read `data`; the mean and standard deviation, (C, 1, 1), for who gives no others."""
+
+    @abstractmethod
+    def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The uint8 images (N, C, H, W) and labels (N,), on the device, of each list of indices in `shares`."""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return len(self.images) // self.batch_size if self.shuffle else -(-len(self.images) // self.batch_size)
+        return self._size // self.batch_size if self.shuffle else -(-self._size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rest of the epoch: float images (N, C, H, W) and labels (N,), this process's part of each batch."""
+        """The rest of the epoch: float images (N, C, H, W) and their targets, this process's part of each batch."""
         order = self._order()
-        for number in range(self._done, len(self)):
-            chosen = order[number * self.batch_size :][: self.batch_size]
-            draws = draw(len(chosen), self._generator)
-            share = slice(self.rank * len(chosen) // self.ranks, (self.rank + 1) * len(chosen) // self.ranks)
-            images = self.augment(self.images[chosen[share]], draws[share])
-            self._done = number + 1
+        batches = [order[number * self.batch_size :][: self.batch_size] for number in range(self._done, len(self))]
+        read = self._read([batch[self._part(len(batch))] for batch in batches])
+        for done, (batch, (images, labels)) in enumerate(zip(batches, read, strict=True), start=self._done + 1):
+            finished = self._finished(images, labels, len(batch))
+            self._done = done
             if self._done == len(self):  # now, and not after the yield: the caller may never ask for another batch
                 self._order_state, self._done = self._generator.get_state(), 0
-            yield (images - self.mean) / self.std, self.labels[chosen[share]]
+            yield finished
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: the generator when the epoch's order was drawn, now, and the batches made since."""
@@ -85,15 +119,44 @@ class DeviceLoader:
         self._order_state, self._done = state["order"].cpu(), state["done"]
         self._generator.set_state(state["generator"].cpu())
 
+    def _part(self, count: int) -> slice:
+        """Which of the `count` images of a batch are this process's."""
+        return slice(self.rank * count // self.ranks, (self.rank + 1) * count // self.ranks)
+
+    def _finished(self, images_NCHW: Tensor, labels_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """A part of a batch of `count`, made with its part of the random numbers, which all processes draw alike."""
+        part = self._part(count)
+        images_NCHW = (self.augment(images_NCHW, draw(count, self._generator)[part]) - self.mean) / self.std
+        if self.mix is None:
+            return images_NCHW, labels_N
+        targets_NK = F.one_hot(labels_N, self._class_count).to(images_NCHW.dtype)
+        return self.mix(images_NCHW, targets_NK, draw(count, self._generator)[part])
+
     def _order(self) -> Tensor:
         if not self.shuffle:
-            return torch.arange(len(self.images), device=self.images.device)
+            return torch.arange(self._size, device=self.device)
         now = self._generator.get_state()
         self._generator.set_state(self._order_state)
-        order = torch.randperm(len(self.images), generator=self._generator, device=self.images.device)
+        order = torch.randperm(self._size, generator=self._generator, device=self.device)
         if self._done:
             self._generator.set_state(now)
         return order
+
+
+class DeviceLoader(Loader):
+    """A `Loader` that keeps the whole set in the memory of the device; mean and standard deviation are the set's."""
+
+    def _open(self, data: Dataset) -> tuple[Tensor, Tensor]:
+        if not isinstance(data, ImageSet):
+            raise InvalidArgumentError(
+                f"data={data.name}: expected an ImageSet, which is in memory; WorkerLoader reads any other set"
+            )
+        self.images, self.labels = data.images.to(self.device), data.labels.to(self.device)
+        return _statistics(self.images)
+
+    def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for share in shares:
+            yield self.images[share], self.labels[share]
 
 
 def _statistics(images_NCHW: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,44 @@
+"""The processes that read images: forked from a server, deaf to Ctrl-C, and gone when the process they work for is.
+
+A fork of the training process itself would start at once, but in the midst of its threads: whatever lock one of them
+holds at that moment stays locked in the fork for ever. The server has no threads, and CUDA has never run in it.
+"""
+
+import os
+import signal
+from functools import cache
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from threading import Thread
+from typing import Final
+
+CONTEXT: Final = "forkserver"
+
+
+def start_server() -> None:
+    """Start the server, unless it runs, so that it imports what workers need while this process goes on."""
+    forkserver.set_forkserver_preload(["wellposed.data", "torchvision.datasets", "torchvision.transforms.v2"])
+    resource_tracker.ensure_running()  # left to the line below that starts the server, it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server and its forks inherit this
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@cache
+def await_server() -> None:
+    """Wait until the server forks. Workers asked for earlier would fail, loudly, if Ctrl-C ended this process first."""
+    get_context(CONTEXT).Process(target=int).start()
+
+
+def settle(worker: int) -> None:
+    """What a worker does first; torch's own watch over the parent sees the server, which lives as long as workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
