@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.errors import InvalidArgumentError
 from wellposed.optim.batch import _merged, due_members
+from wellposed.optim.graph import Graph
 
 SHAPES = [(), (1,), (10,), (8, 8), (16, 12), (40, 8), (8, 40), (4, 3, 5), (4, 3, 5, 5)]
 
@@ -84,7 +85,7 @@ def test_stepping_together_is_stepping_apart() -> None:
 def test_refreshing_in_parts_is_refreshing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = parameters(*[(6, 5)] * 5), parameters(*[(6, 5)] * 5)
     train(wp.SOAP, whole, range(25))
-    monkeypatch.setattr("wellposed.optim.batch._REFRESH_ENTRIES", 2 * 5**2)
+    monkeypatch.setattr("wellposed.optim.refresh._REFRESH_ENTRIES", 2 * 5**2)
     train(wp.SOAP, parts, range(25))
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
@@ -393,11 +394,24 @@ def test_unsuitable_gradients() -> None:
         wp.SOAP([param]).step()
 
 
+# --- on a GPU
+
+MIXED = [(30, 24)] * 3 + [(24, 30), (24,), (4, 3, 2, 2), ()]
+
+
+def on_gpu(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(param.detach().cuda()) for param in params]
+
+
+def all_equal(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"tf32": True}, {"spread_refresh": True}], ids=str)
 def test_on_a_gpu(options: dict[str, Any]) -> None:
     shapes = [(30, 30)] * 3 + [(24,)]
-    cpu, gpu = parameters(*shapes), [nn.Parameter(p.detach().cuda()) for p in parameters(*shapes)]
+    cpu, gpu = parameters(*shapes), on_gpu(parameters(*shapes))
     before = torch.backends.cuda.matmul.fp32_precision
     train(lambda p: wp.SOAP(p, lr=1e-2, **(options | {"tf32": False})), cpu, range(30))
     train(lambda p: wp.SOAP(p, lr=1e-2, **options), gpu, range(30))
@@ -405,3 +419,91 @@ def test_on_a_gpu(options: dict[str, Any]) -> None:
     tolerance = 2e-2 if "tf32" in options else 1e-3
     moved = (cpu[0] - parameters(*shapes)[0]).norm()
     assert (cpu[0] - gpu[0].cpu()).norm() < tolerance * moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tf32": True}, {"spread_refresh": True}, {"normalize_grads": True, "merge_dims": True}], ids=str
+)
+def test_graphed_steps_are_the_same_steps(options: dict[str, Any], dtype: torch.dtype) -> None:
+    graphed, eager = (on_gpu(parameters(*MIXED, dtype=dtype)) for _ in range(2))
+    optimizer = train(lambda p: wp.SOAP(p, lr=1e-2, **options), graphed, range(45))
+    train(lambda p: wp.SOAP(p, lr=1e-2, cuda_graph=False, **options), eager, range(45))
+    assert len(optimizer._graphs.captured()) == (1 if options.get("spread_refresh") else 2)
+    assert all_equal(graphed, eager)
+
+
+@pytest.mark.gpu
+def test_graphed_steps_after_a_reload_and_in_a_copy() -> None:
+    whole, halved = (nn.ParameterList(on_gpu(parameters(*MIXED))) for _ in range(2))
+    train(wp.SOAP, list(whole), range(37))
+    optimizer = train(wp.SOAP, list(halved), range(17))
+    copied, optimizer_copy = copy.deepcopy((halved, optimizer))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, params in ((optimizer, list(halved)), (optimizer_copy, list(copied))):
+        advance(each, params, range(17, 37))
+        assert len(each._graphs.captured()) == 2
+        assert all_equal(params, list(whole))
+
+
+@pytest.mark.gpu
+def test_graphed_steps_follow_what_changes() -> None:
+    """Options, gradients that are missing for a while, parameters that move in memory."""
+    graphed, eager = on_gpu(parameters(*MIXED)), on_gpu(parameters(*MIXED))
+    for params, cuda_graph in ((graphed, True), (eager, False)):
+        optimizer = wp.SOAP(params, lr=1e-2, cuda_graph=cuda_graph)
+        group = optimizer.param_groups[0]
+        advance(optimizer, params, range(8))
+        group["lr"] = 0.0
+        before = [param.detach().clone() for param in params]
+        advance(optimizer, params, range(8, 9))
+        assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+        group.update(lr=1e-3, weight_decay=0.5, betas=(0.8, 0.9))
+        advance(optimizer, params, range(9, 14))
+        params[1].grad = None
+        advance(optimizer, [params[0], *params[2:]], range(14, 24))
+        advance(optimizer, params, range(24, 34))
+        for param in params:
+            param.data = param.data.clone()
+        advance(optimizer, params, range(34, 44))
+        assert cuda_graph == bool(optimizer._graphs.captured())
+    assert all_equal(graphed, eager)
+
+
+@pytest.mark.gpu
+def test_steps_within_a_capture_of_somebody_else() -> None:
+    params = on_gpu(parameters((30, 24), (24,)))
+    optimizer = train(wp.SOAP, params, range(8))
+    before, graph = params[0].detach().clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    graph.replay()
+    assert not torch.equal(params[0], before)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_all_the_same() -> None:
+    x, graph = torch.zeros((), device="cuda"), Graph()
+    stream = torch.cuda.current_stream()
+
+    def function() -> None:
+        x.add_(1)
+        x.item()
+
+    for _ in range(4):
+        graph.run(function, "key", x.device)
+    assert x.item() == 4
+    assert not graph.is_captured
+    assert torch.cuda.current_stream() == stream
+
+
+@pytest.mark.gpu
+def test_captures_become_rarer_where_the_key_keeps_changing() -> None:
+    x, graph, captured = torch.zeros((), device="cuda"), Graph(), []
+    for call in range(24):
+        graph.run(lambda: x.add_(1), call // 4, x.device)
+        captured.append(graph.is_captured)
+    assert x.item() == 24
+    assert captured == [False, True, True, True] + [False, False, True, True] + [False] * 16

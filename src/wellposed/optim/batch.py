@@ -1,4 +1,4 @@
-"""Parameters that are stepped together: how each is seen, their stacked state, and the refresh of their bases."""
+"""Parameters that are stepped together: how each is seen, and their stacked state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.optim.rotation import Bases, power_step, rotated, rotated_back
+from wellposed.optim.rotation import Bases
 
-# Entries of the matrices that are refreshed together: half a GiB of float64.
-_REFRESH_ENTRIES = 2**26
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -39,21 +38,24 @@ class Layout:
 
     def gradients(self, params: list[Tensor]) -> Tensor:
         """The gradients of `params`, stacked, in this layout and at least in float32."""
-        stacked = torch.stack([_whole(param.grad) for param in params])
-        stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        return (stacked.permute(0, 1, 4, 2, 3) if self.channels_last else stacked).reshape(len(params), *self.shape)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        stacked = torch.empty(len(params), *self.shape, dtype=dtype, device=params[0].device)
+        copy_gradients_(self.views(stacked), params)
+        return stacked
 
-    def restored(self, x: Tensor) -> tuple[Tensor, ...]:
-        """A stack of tensors in this layout, one by one in the parameters' own shape and dtype."""
-        x = x.to(self.dtype)
+    def views(self, x: Tensor) -> Tensors:
+        """A stack of tensors in this layout, one by one in the parameters' own shape."""
         if not self.channels_last:
-            return x.reshape(len(x), *self.original).unbind()
+            return x.view(len(x), *self.original).unbind()
         n, height, width, channels = self.original
-        return x.reshape(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2).unbind()
+        return x.view(len(x), n, channels, height, width).permute(0, 1, 3, 4, 2).unbind()
 
 
 class Batch:
-    """The state of parameters that are stepped together, stacked; each parameter's own state is a view into it."""
+    """The state of parameters that are stepped together, stacked; each parameter's own state is a view into it.
+
+    `work` holds their gradients before a step and their updates after it.
+    """
 
     def __init__(self, layout: Layout, params: list[Tensor], state: dict[Tensor, Any]) -> None:
         for param in params:
@@ -62,6 +64,8 @@ class Batch:
         self.params = params
         self.exp_avg = torch.stack([state[p]["exp_avg"] for p in params])
         self.exp_avg_sq = torch.stack([state[p]["exp_avg_sq"] for p in params])
+        self.work = torch.empty_like(self.exp_avg)
+        self.work_views = layout.views(self.work)
         dimensions = range(len(state[params[0]]["Q"]))
         self.factors: Bases = [_stacked([state[p]["GG"][i] for p in params]) for i in dimensions]
         self.bases: Bases = [_stacked([state[p]["Q"][i] for p in params]) for i in dimensions]
@@ -70,27 +74,49 @@ class Batch:
             state[param]["exp_avg_sq"] = self.exp_avg_sq[j]
             state[param]["GG"] = [None if factor is None else factor[j] for factor in self.factors]
             state[param]["Q"] = [None if basis is None else basis[j] for basis in self.bases]
-        self._views = [state[param]["exp_avg"] for param in params]
+        self._states = [state[param] for param in params]
+        self._views = [own["exp_avg"] for own in self._states]
 
     def is_current(self, state: dict[Tensor, Any]) -> bool:
         """Whether the parameters' states are still views into this batch."""
-        return all(state[p]["exp_avg"] is view for p, view in zip(self.params, self._views, strict=True))
+        held = zip(self.params, self._states, self._views, strict=True)
+        return all(state[param] is own and own["exp_avg"] is view for param, own, view in held)
 
-    def advance(self, state: dict[Tensor, Any]) -> int:
-        for param in self.params:
-            state[param]["step"] += 1
-        return int(state[self.params[0]]["step"])
+    def advance(self) -> int:
+        for own in self._states:
+            own["step"] += 1
+        return int(self._states[0]["step"])
 
-    def due(self, state: dict[Tensor, Any], group: dict[str, Any], offset: int) -> slice | None:
+    def updates(self) -> Tensors:
+        """The updates in `work`, one by one in the parameters' own shape and dtype."""
+        if self.work.dtype == self.layout.dtype:
+            return self.work_views
+        return self.layout.views(self.work.to(self.layout.dtype))
+
+    def due(self, group: dict[str, Any], offset: int) -> slice | None:
         """The members whose bases are refreshed at this step; spread ones `offset` steps before their turn."""
         if not any(self.layout.rotates):
             return None
-        step, spread = state[self.params[0]]["step"], group["spread_refresh"]
+        step, spread = self._states[0]["step"], group["spread_refresh"]
         step += offset if spread else 0
         return due_members(len(self.params), step, group["precondition_frequency"], spread=spread)
 
     def bases_of(self, members: slice) -> Bases:
         return [None if basis is None else basis[members] for basis in self.bases]
+
+
+def copy_gradients_(views: Tensors, params: list[Tensor]) -> None:
+    """Write the gradients of `params`, sharded ones gathered, into `views`."""
+    torch._foreach_copy_(views, [_whole(param.grad) for param in params])
+
+
+def due_members(count: int, step: int, frequency: int, *, spread: bool) -> slice | None:
+    """Which members of a batch are refreshed at this step: all of them at once, or a share at every step."""
+    phase = step % frequency
+    if not spread:
+        return slice(0, count) if phase == 0 else None
+    first, last = phase * count // frequency, (phase + 1) * count // frequency
+    return slice(first, last) if last > first else None
 
 
 def _check_state(state: dict[str, Any], layout: Layout) -> None:
@@ -102,43 +128,6 @@ def _check_state(state: dict[str, Any], layout: Layout) -> None:
             f"{tuple(state['exp_avg'].shape)} with rotated dimensions {present}, expected {layout.shape} with "
             f"{layout.rotates}. Load the state of this model, and keep merge_dims, max_precond_dim and precondition_1d"
         )
-
-
-def refresh(due: list[tuple[Batch, slice]]) -> None:
-    """Take one step of orthogonal iteration with the bases of these members, and turn their moments along.
-
-    Factors of one size are refreshed together, whatever batch they belong to.
-    """
-    unrotated = [rotated_back(batch.exp_avg[members], batch.bases_of(members)) for batch, members in due]
-    alike: dict[Any, list[tuple[Batch, slice, int, Tensor, Tensor]]] = {}
-    for batch, members in due:
-        for i, (factor, basis) in enumerate(zip(batch.factors, batch.bases, strict=True)):
-            if factor is not None and basis is not None:
-                key = (factor.shape[-1], factor.dtype, factor.device)
-                alike.setdefault(key, []).append((batch, members, i, factor[members], basis[members]))
-    for (size, _, _), jobs in alike.items():
-        counts = [len(job[3]) for job in jobs]
-        chunk = max(1, _REFRESH_ENTRIES // size**2)
-        factors = torch.cat([job[3] for job in jobs]).split(chunk)
-        bases = torch.cat([job[4] for job in jobs]).split(chunk)
-        steps = [power_step(factor, basis) for factor, basis in zip(factors, bases, strict=True)]
-        new, order = (torch.cat(parts).split(counts) for parts in zip(*steps, strict=True))
-        for j, (batch, members, i, _, basis) in enumerate(jobs):
-            basis.copy_(new[j])
-            squares = batch.exp_avg_sq[members]
-            index = order[j].reshape(len(squares), *(-1 if k == i else 1 for k in range(squares.ndim - 1)))
-            squares.copy_(squares.gather(i + 1, index.expand_as(squares)))
-    for (batch, members), momentum in zip(due, unrotated, strict=True):
-        batch.exp_avg[members] = rotated(momentum, batch.bases_of(members))
-
-
-def due_members(count: int, step: int, frequency: int, *, spread: bool) -> slice | None:
-    """Which members of a batch are refreshed at this step: all of them at once, or a share at every step."""
-    phase = step % frequency
-    if not spread:
-        return slice(0, count) if phase == 0 else None
-    first, last = phase * count // frequency, (phase + 1) * count // frequency
-    return slice(first, last) if last > first else None
 
 
 def _merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -66,50 +66,40 @@ def power_step(factor: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     values = (basis * product).sum(-2)
     order = values.argsort(dim=-1, descending=True)
     largest = values.amax(-1).clamp(min=torch.finfo(factor.dtype).tiny)[:, None, None]
+    product.div_(largest).add_(basis, alpha=32 * torch.finfo(factor.dtype).eps)
     index = order[:, None, :].expand_as(basis)
-    basis = basis.gather(-1, index)
-    shift = 32 * torch.finfo(factor.dtype).eps
-    return orthonormalized(product.gather(-1, index) / largest + shift * basis, otherwise=basis), order
+    if not factor.is_cuda or factor.dtype == torch.float64:
+        return torch.linalg.qr(product.gather(-1, index)).Q, order
+    columns = product.gather(-1, index).double()
+    del product
+    good = gram_schmidt_(columns)
+    new = columns.to(factor.dtype)
+    del columns
+    # To find out which have failed the host would have to wait: they keep the basis they have.
+    return torch.where(good[:, None, None], new, basis.gather(-1, index), out=new), order
 
 
-def orthonormalized(matrices: Tensor, otherwise: Tensor) -> Tensor:
-    """The Q of the QR decomposition of each matrix, up to the signs of its columns.
+def gram_schmidt_(matrices: Tensor, block: int = 288) -> Tensor:
+    """Replace each float64 matrix by the Q of its QR decomposition, up to signs; the verdict which ones succeeded.
 
-    On a GPU a matrix for which that fails, one with a condition number over some 1e7, gets `otherwise`: finding out
-    which those are and treating them apart would make the host wait for the device.
+    Those do with a condition number up to some 1e8: the Cholesky decompositions of blocks' A^T A square it. cuSOLVER's
+    QR of a batch runs one matrix after the other; these products run together. The verdict probes Q^T Q x = x.
     """
-    if not matrices.is_cuda or matrices.dtype == torch.float64:
-        return torch.linalg.qr(matrices).Q
-    q, good = cholesky_qr(matrices)
-    return torch.where(good[:, None, None], q, otherwise)
+    matrices /= torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
+    _orthonormalize_(matrices, block)
+    x = torch.arange(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device).cos()[:, None]
+    return (matrices.mT @ (matrices @ x) - x).abs().amax((-2, -1)) < 1e-3
 
 
-def cholesky_qr(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same through matrix products, with the verdict for each matrix whether it is orthogonal.
-
-    Q = A L^-T with A^T A = L L^T, in float64 since forming A^T A squares the condition number, then one step of Newton
-    and Schulz. cuSOLVER's QR of a batch runs one matrix after the other; these products run together.
-    """
-    a = matrices.double()
-    a = a / torch.linalg.vector_norm(a, dim=-2, keepdim=True)
-    q = (a @ inverse_cholesky(a.mT @ a).mT).to(matrices.dtype)
-    error = q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-    return torch.baddbmm(q, q, error, alpha=-0.5), error.abs().amax((-2, -1)) < 0.1
-
-
-def inverse_cholesky(matrices: Tensor, base: int = 384) -> Tensor:
-    """L^-1 for each symmetric positive matrix L L^T, by halves down to size `base`."""
-    n = matrices.shape[-1]
-    if n <= base:
-        lower = torch.linalg.cholesky_ex(matrices).L
-        eye = torch.eye(n, dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
-        return torch.linalg.solve_triangular(lower, eye, upper=False)
-    half = n // 2
-    top = inverse_cholesky(matrices[..., :half, :half], base)
-    below = matrices[..., half:, :half] @ top.mT
-    bottom = inverse_cholesky(torch.baddbmm(matrices[..., half:, half:], below, below.mT, alpha=-1), base)
-    inverse = torch.zeros_like(matrices)
-    inverse[..., :half, :half] = top
-    inverse[..., half:, half:] = bottom
-    inverse[..., half:, :half] = -bottom @ (below @ top)
-    return inverse
+def _orthonormalize_(a: Tensor, block: int) -> None:
+    """Gram and Schmidt by halves of each matrix's columns, down to `block` of them: Q = A L^-T where A^T A = L L^T."""
+    n = a.shape[-1]
+    if n <= block:
+        lower = torch.linalg.cholesky_ex(a.mT @ a).L
+        eye = torch.eye(n, dtype=a.dtype, device=a.device).expand_as(lower)
+        a.copy_(a @ torch.linalg.solve_triangular(lower, eye, upper=False).mT)
+        return
+    left, right = a[..., : n // 2], a[..., n // 2 :]
+    _orthonormalize_(left, block)
+    right.baddbmm_(left, left.mT @ right, alpha=-1)
+    _orthonormalize_(right, block)
