@@ -62,6 +62,8 @@ class Family:
     """The block's matrices; raises UnsuitableModelError with the reason where there are none to speak of."""
     homes: tuple[str, ...]
     """The modules whose classes may stand around a block; any other is an architecture with more to it."""
+    attention: tuple[str, Callable[[Any, Tensor], Tensor]] | None = None
+    """The block's attention layer, and its attention matrices (B, heads, N, N) for an input (B, N, d) to that layer."""
     objection: Callable[[nn.Module], str | None] = lambda block: None
     """Why this particular block is not supported after all, or None."""
 

@@ -59,6 +59,12 @@ def _vit_weights(block: Any) -> BlockWeights:
     return BlockWeights(query, key, value, Matrix(attention.proj), (*first, Matrix(mlp.fc2)), attention.head_dim)
 
 
+def _vit_attention(layer: Any, x_BND: Tensor) -> Tensor:
+    b, n, _ = x_BND.shape
+    q, k, _ = layer.qkv(x_BND).reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    return (layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT).softmax(-1)
+
+
 def _convmixer_weights(block: nn.Module) -> BlockWeights:
     raise UnsuitableModelError(
         "a ConvMixer has no attention and no MLP for alpha, beta and c to act on; it trains without its skip from its "
@@ -75,6 +81,7 @@ FAMILIES = (
         homes=tuple(
             f"timm.models.{module}" for module in ("vision_transformer", "deit", "pit", "naflexvit", "_features")
         ),
+        attention=("attn", _vit_attention),
     ),
     Family(
         name="timm ConvMixer",

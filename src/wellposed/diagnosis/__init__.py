@@ -1,0 +1,4 @@
+"""What goes on inside a model, block by block."""
+
+from wellposed.diagnosis.probe import BlockState as BlockState
+from wellposed.diagnosis.probe import probe as probe

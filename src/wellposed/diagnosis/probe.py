@@ -1,0 +1,96 @@
+"""One look at every block of a model: how its tokens, its attention and its gradient are conditioned.
+
+Shapes: B images, N tokens, d wide, H heads.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.families import blocks
+from wellposed.spectrum import condition_number
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """One block at one moment, over a batch of inputs."""
+
+    name: str
+    token_condition: float
+    """Condition number of the block's output, a matrix of tokens per input; the median over inputs.
+
+    At most what rounding lets it be, 8e6 for float32, which stands for a singular matrix.
+    """
+    token_cosine: float
+    """Mean cosine between two different tokens of an input: 1 where all tokens have become the same."""
+    attention_diagonal: float | None
+    """Mean weight that a token gives to itself; 1/N where attention is uniform, None where there is no attention."""
+    gradient_norm: float
+    """Norm of the loss's gradient with respect to the block's parameters."""
+
+
+def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
+    """The state of every block of `model` on a batch; neither the model nor its gradients change.
+
+    Args:
+        model: of a known family, with class logits as its output.
+        inputs: a batch as the model takes it.
+        labels: the classes, for the cross-entropy whose gradient is taken.
+    """
+    found = blocks(model)
+    outputs: list[Tensor] = []
+    diagonals: list[float | None] = []
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as hooks:
+        for block in found:
+            hooks.callback(block.module.register_forward_hook(keep).remove)
+            if block.family.attention is not None:
+                name, matrices = block.family.attention
+
+                def look(layer: nn.Module, arguments: Any, matrices: Any = matrices) -> None:
+                    with torch.no_grad():
+                        diagonals.append(float(matrices(layer, arguments[0]).diagonal(dim1=-2, dim2=-1).mean()))
+
+                hooks.callback(block.module.get_submodule(name).register_forward_pre_hook(look).remove)
+            else:
+                diagonals.append(None)
+        loss = F.cross_entropy(model(inputs), labels)
+    params = [[param for param in block.module.parameters() if param.requires_grad] for block in found]
+    flat = torch.autograd.grad(loss, [param for group in params for param in group], allow_unused=True)
+    gradients = iter(flat)
+    states = []
+    for block, group, output, diagonal in zip(found, params, outputs, diagonals, strict=True):
+        norms = [gradient.norm() for gradient in (next(gradients) for _ in group) if gradient is not None]
+        # Many small decompositions, which a GPU takes one after the other.
+        tokens = _as_tokens(output.detach()).cpu()
+        condition = condition_number(tokens, tol=0).clamp(max=1 / torch.finfo(tokens.dtype).eps).median()
+        states.append(
+            BlockState(
+                name=block.name,
+                token_condition=float(condition),
+                token_cosine=token_cosine(tokens),
+                attention_diagonal=diagonal,
+                gradient_norm=float(torch.stack(norms).norm()) if norms else 0.0,
+            )
+        )
+    return states
+
+
+def token_cosine(tokens_BND: Tensor) -> float:
+    """The mean cosine between two different tokens of an input."""
+    unit = F.normalize(tokens_BND.double(), dim=-1)
+    n = unit.shape[1]
+    # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
+    return float(((unit.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean())
+
+
+def _as_tokens(output: Tensor) -> Tensor:
+    """A block's output as (B, N, d); a convolutional one is (B, d, height, width)."""
+    return output.flatten(2).mT if output.ndim == 4 else output
