@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test lint types tests clean
+.PHONY: setup study test lint types tests clean
 
 setup: $(VENV)/.installed  ## .venv with the package, its extras and the test tools
 
@@ -12,6 +12,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
+
+study: setup  ## the main result: a table and a page, in a few minutes on a CPU
+	$(BIN)/wellposed study --out runs/study
 
 test: lint types tests  ## everything that must pass before a change lands
 

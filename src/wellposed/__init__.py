@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from wellposed.skipless import cut_skips as cut_skips
     from wellposed.skipless import restore_skips as restore_skips
     from wellposed.skipless import skips as skips
+    from wellposed.training import TrainConfig as TrainConfig
+    from wellposed.training import TrainResult as TrainResult
+    from wellposed.training import train as train
 
 _HOMES = {
     "SOAP": "optim",
+    "TrainConfig": "training",
+    "TrainResult": "training",
     "WellposedError": "errors",
     "condition_": "skipless",
     "cut_skips": "skipless",
@@ -38,6 +43,7 @@ _HOMES = {
     "restore_skips": "skipless",
     "save": "recipes",
     "skips": "skipless",
+    "train": "training",
 }
 
 __all__ = list(_HOMES)

@@ -27,3 +27,11 @@ class ModelFileError(WellposedError, ValueError):
 
 class DataError(WellposedError, ValueError):
     """Data on disk is missing, damaged or laid out in another way than expected."""
+
+
+class RunError(WellposedError, RuntimeError):
+    """A run cannot start, go on or be written; what it has written so far is still there."""
+
+
+class DivergedError(RunError):
+    """The loss or a gradient is no longer a finite number."""

@@ -2,3 +2,4 @@
 
 from wellposed.bench.condition import ConditionBench as ConditionBench
 from wellposed.bench.soap import SoapBench as SoapBench
+from wellposed.bench.train import TrainBench as TrainBench

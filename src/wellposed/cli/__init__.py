@@ -6,13 +6,18 @@ from collections.abc import Sequence
 import tyro
 from tyro.extras import SubcommandApp
 
-from wellposed.cli import bench
+from wellposed.cli import bench, study, train
 from wellposed.errors import WellposedError
 
 DESCRIPTION = "Transformers that are well conditioned by construction, and measured."
 
-app = SubcommandApp()
-app.command(bench.app, name="bench", help="The measured comparisons with peers.")
+
+def _app(argv: Sequence[str]) -> SubcommandApp:
+    app = SubcommandApp()
+    app.command(study.study)
+    app.command(train.command(argv))
+    app.command(bench.app, name="bench", help="The measured comparisons with peers.")
+    return app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wellposed {wellposed.__version__}")
         return 0
     try:
-        app.cli(prog="wellposed", description=DESCRIPTION, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+        _app(argv).cli(prog="wellposed", description=DESCRIPTION, args=argv, config=(tyro.conf.OmitArgPrefixes,))
     except WellposedError as error:
-        print(f"wellposed: {error}", file=sys.stderr)
+        print(f"wellposed: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -2,7 +2,7 @@
 
 from tyro.extras import SubcommandApp
 
-from wellposed.bench import ConditionBench, SoapBench
+from wellposed.bench import ConditionBench, SoapBench, TrainBench
 
 app = SubcommandApp()
 
@@ -20,6 +20,16 @@ def condition(config: ConditionBench) -> None:
 @app.command
 def soap(config: SoapBench) -> None:
     """Time wellposed.SOAP against pytorch_optimizer's SOAP and fused AdamW, alone and within training.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def train(config: TrainBench) -> None:
+    """Time `wellposed train`, with and without skips, against a plain timm + torch loop.
 
     Args:
         config: what to measure.

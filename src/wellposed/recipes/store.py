@@ -41,13 +41,23 @@ def save(model: nn.Module, folder: str | os.PathLike[str], model_args: dict[str,
         model_args: arguments of timm.create_model that made the model; only needed where they cannot be read off it,
             which is checked before anything is written.
     """
-    folder, model = Path(folder), unwrapped(model)
+    return write(model, folder, describe(model, model_args))
+
+
+def describe(model: nn.Module, model_args: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `save` writes beside the weights; raises UnsuitableModelError where the model could not be built again."""
+    model = unwrapped(model)
+    _check_savable(model)
+    return {"format": FORMAT_VERSION, "model": origin(model, model_args), "recipe": recipe(model)}
+
+
+def write(model: nn.Module, folder: str | os.PathLike[str], header: dict[str, Any]) -> Path:
+    """Write `model`, which `header` describes, into `folder`: `save` for one that is saved again and again."""
+    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ModelFileError(f"{folder} is a file; expected a folder, or a name that is free")
-    _check_savable(model)
-    header = {"format": FORMAT_VERSION, "model": origin(model, model_args), "recipe": recipe(model)}
     with atomic_path(folder / WEIGHTS) as temporary:
-        save_model(model, str(temporary), metadata={"format": "pt", _HEADER: json.dumps(header)})
+        save_model(unwrapped(model), str(temporary), metadata={"format": "pt", _HEADER: json.dumps(header)})
     write_json(folder / READABLE, header)
     return folder
 

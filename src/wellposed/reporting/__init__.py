@@ -1,0 +1,8 @@
+"""Figures and the one-file page that shows them; knows data, not models."""
+
+from wellposed.reporting.page import Section as Section
+from wellposed.reporting.page import page as page
+from wellposed.reporting.panels import Line as Line
+from wellposed.reporting.panels import heat_panel as heat_panel
+from wellposed.reporting.panels import image_panel as image_panel
+from wellposed.reporting.panels import line_panel as line_panel

@@ -1,0 +1,90 @@
+"""Small pictures as inline SVG, drawn in the colour of the text around them so that they suit light and dark pages."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+WIDTH, HEIGHT = 3.5, 2.6
+_INK = "#010203"  # stands for the colour of the text
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named curve."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+
+
+def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
+    """Curves over one another, on a logarithmic scale if `log`."""
+    with _panel(title) as (axes, drawn):
+        for line in lines:
+            axes.plot(line.x, line.y, color=line.colour, label=line.name, linewidth=1.8)
+        axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
+        axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
+        axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
+    return drawn[0]
+
+
+def heat_panel(
+    title: str, values: ArrayLike, *, x: str, y: str, low: float, high: float, label: str = "", first_row: int = 0
+) -> str:
+    """A matrix in colours from `low` to `high`, its rows counted from `first_row`."""
+    with _panel(title) as (axes, drawn):
+        rows, columns = np.shape(values)
+        extent = (-0.5, columns - 0.5, first_row + rows - 0.5, first_row - 0.5)
+        picture = axes.imshow(
+            values, extent=extent, aspect="auto", vmin=low, vmax=high, cmap="viridis", interpolation="nearest"
+        )
+        axes.set(xlabel=x, ylabel=y)
+        bar = axes.figure.colorbar(picture, ax=axes, shrink=0.9)
+        bar.outline.set_edgecolor(_INK)
+        bar.ax.tick_params(colors=_INK, labelsize=7)
+        bar.set_label(label, color=_INK, fontsize=8)
+    return drawn[0]
+
+
+def image_panel(title: str, image: ArrayLike, *, low: float | None = None, high: float | None = None) -> str:
+    """A small picture without axes; grey values are shown from `low` to `high`."""
+    with _panel(title, width=1.25, height=1.45) as (axes, drawn):
+        axes.imshow(image, cmap="viridis" if low is not None else "gray", vmin=low, vmax=high, interpolation="nearest")
+        axes.set_axis_off()
+    return drawn[0]
+
+
+@contextmanager
+def _panel(title: str, width: float = WIDTH, height: float = HEIGHT) -> Iterator[tuple[Any, list[str]]]:
+    """Axes to draw on; afterwards the list holds the SVG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
+    style = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8, "axes.titlesize": 9, **ink}
+    drawn: list[str] = []
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots()
+        axes.set_facecolor("none")
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+        yield axes, drawn
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawn.append(_inline(file.getvalue(), title))
+
+
+def _inline(svg: str, title: str) -> str:
+    """The `svg` element alone, in the colour of the text, for people who see it and for those who have it read out."""
+    from html import escape
+
+    element = svg[svg.index("<svg") :].replace(_INK, "currentColor").strip()
+    return re.sub(r"<svg ", f'<svg role="img" aria-label="{escape(title, quote=True)}" ', element, count=1)

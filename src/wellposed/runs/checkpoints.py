@@ -1,0 +1,75 @@
+"""The checkpoints of a run: a folder each, there as a whole or not at all."""
+
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from json import JSONDecodeError, loads
+from pathlib import Path
+from secrets import token_hex
+
+from wellposed.errors import RunError
+from wellposed.runs.files import write_json
+
+_MANIFEST = "manifest.json"
+
+
+class Checkpoints:
+    """The checkpoints under `folder`, of which the newest `keep` stay."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    def all(self) -> list[Path]:
+        """Every checkpoint, the newest first, whether it can be read or not."""
+        return sorted(self.folder.glob("step-*"), key=step_of, reverse=True)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Yield an empty folder to fill; afterwards it is the checkpoint of `step`, after an error it is gone."""
+        target = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".{target.name}.{token_hex(4)}.tmp"
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            write_json(temporary / _MANIFEST, {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())})
+            shutil.rmtree(target, ignore_errors=True)  # what a run that was taken up before this step left here
+            temporary.replace(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for old in self.all()[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def newest(self) -> tuple[Path, list[str]]:
+        """The newest checkpoint that is whole, and what is wrong with each newer one."""
+        complaints: list[str] = []
+        for path in self.all():
+            complaint = _damage(path)
+            if complaint is None:
+                return path, complaints
+            complaints.append(f"{path} {complaint}")
+        found = f"; {'; '.join(complaints)}" if complaints else ""
+        raise RunError(f"there is no whole checkpoint in {self.folder}{found}. Start again in another --out")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which `checkpoint` was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """Size and CRC-32 of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return [size, checksum]
+
+
+def _damage(checkpoint: Path) -> str | None:
+    try:
+        manifest = loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+        wrong = [name for name, expected in manifest.items() if _fingerprint(checkpoint / name) != expected]
+    except (OSError, JSONDecodeError, UnicodeDecodeError) as error:
+        return f"cannot be read ({error})"
+    return f"is damaged: {', '.join(wrong)} was changed or cut short after it was written" if wrong else None

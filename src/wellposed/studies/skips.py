@@ -1,0 +1,118 @@
+"""The study of Cutting the Skip (arXiv 2510.00345): with skips, without, and without but conditioned."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from wellposed.errors import RunError
+from wellposed.reporting import page
+from wellposed.runs import atomic_path, device_named, provenance, write_json
+from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, StudyConfig
+from wellposed.studies.pictures import sections
+from wellposed.studies.running import Outcome, run_cells
+
+_STUDY, _REPORT = "study.json", "report.html"
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """The accuracies of a study and its page."""
+
+    outcomes: tuple[Outcome, ...]
+    report: Path
+    facts: dict[str, str]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row per kind of model: its name and the accuracy under each optimizer."""
+        return [(NAMES[kind], *(self._cell(kind, optimizer) for optimizer in OPTIMIZERS)) for kind in KINDS]
+
+    def accuracies(self, kind: str, optimizer: str) -> list[float]:
+        """Of the runs that did not diverge, one per seed."""
+        found = [o for o in self.outcomes if (o.cell.kind, o.cell.optimizer) == (kind, optimizer)]
+        return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
+
+    def _cell(self, kind: str, optimizer: str) -> str:
+        values = [100 * value for value in self.accuracies(kind, optimizer)]
+        if not values:
+            return "diverged"
+        spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
+        return f"{mean(values):.1f}{spread}"
+
+
+def study(config: StudyConfig) -> StudyResult:
+    """Train every cell of `config`, or those that are missing, and write the page that compares them.
+
+    Raises:
+        RunError: the folder holds a study with other settings.
+        InvalidArgumentError, DataError: something in `config` cannot be; nothing has been written then.
+        KeyboardInterrupt: after each run has written a checkpoint; the same call goes on.
+    """
+    config.check()
+    _claim(config)
+    outcomes = tuple(run_cells(config))
+    device = device_named(_device(config.device))
+    facts = provenance(device, seed=config.seed) | {
+        "seeds": ", ".join(str(seed) for seed in range(config.seed, config.seed + config.seeds)),
+        "settings": ", ".join(f"{name} {value}" for name, value in _plain(config).items()),
+    }
+    del facts["seed"]
+    result = StudyResult(outcomes, config.out / _REPORT, facts)
+    with atomic_path(result.report) as temporary:
+        text = page("Do transformers need their skips?", lead(result), sections(config, result), facts)
+        temporary.write_text(text, encoding="utf-8")
+    write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
+    return result
+
+
+def lead(result: StudyResult) -> str:
+    """What the table says, in words that follow its numbers."""
+    best = {kind: max((v for o in OPTIMIZERS for v in result.accuracies(kind, o)), default=0.0) for kind in KINDS}
+    told = {kind: f"{100 * value:.1f} %" for kind, value in best.items()}
+    first = f"The same vision transformer, trained three ways. With its skip connections it reaches {told['skip']}. "
+    gap = best["conditioned"] - best["skipless"]
+    if gap > 0.02:
+        second = (
+            f"With all of them cut, its default initialization gets no further than {told['skipless']}; started from "
+            f"well-conditioned weights, the very same network without skips reaches {told['conditioned']}."
+        )
+    else:
+        second = (
+            f"With all of them cut it reaches {told['skipless']} from its default initialization and "
+            f"{told['conditioned']} from well-conditioned weights: here the initialization made no difference."
+        )
+    return first + second
+
+
+def _claim(config: StudyConfig) -> None:
+    """Make the folder this study's own, or see that it already is."""
+    path, ours = config.out / _STUDY, _plain(config)
+    if not path.exists():
+        if config.out.is_dir() and any(config.out.iterdir()):
+            raise RunError(f"out={config.out} is not empty and holds no study; choose another --out")
+        write_json(path, ours)
+        return
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        different = [name for name in ours if ours[name] != theirs.get(name)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunError(f"{path} cannot be read ({error}); choose another --out") from error
+    if different:
+        name = different[0]
+        raise RunError(
+            f"the study in {config.out} was made with {name}={theirs.get(name)}, now it is {ours[name]}: "
+            "choose another --out, or give the same settings to go on with it"
+        )
+
+
+def _plain(config: StudyConfig) -> dict[str, Any]:
+    """The settings that the numbers depend on."""
+    free = {"out", "jobs", "device"}
+    return {name: value for name, value in asdict(config).items() if name not in free}
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -1,0 +1,139 @@
+"""What supervised training does at each step: cross-entropy on labelled images."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from wellposed.data import Augment, Dataset, Mix, open_loader
+from wellposed.optim import cosine_with_warmup, make_optimizer
+from wellposed.recipes import describe, load, write
+from wellposed.training.config import TrainConfig
+from wellposed.training.models import build_model, model_arguments
+
+
+class Classification:
+    """Cross-entropy on labelled images."""
+
+    def __init__(self, config: TrainConfig, data: Dataset, test: Dataset, accelerator: Accelerator) -> None:
+        self._config, self._accelerator = config, accelerator
+        place = {"device": accelerator.device, "rank": accelerator.process_index, "ranks": accelerator.num_processes}
+        self.loader = open_loader(
+            *(data, config.batch_size),
+            **place,
+            seed=config.seed,
+            augment=Augment(
+                crop=config.crop or "none",
+                padding=max(1, data.image_shape[-1] // 8),
+                flip=bool(config.flip),
+                geometry=config.geometry,
+                colour=config.colour,
+                erase=config.erase,
+            ),
+            mix=Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None,
+            workers=config.workers,
+        )
+        self._test = open_loader(
+            *(test, config.batch_size),
+            **place,
+            shuffle=False,
+            mean=self.loader.mean,
+            std=self.loader.std,
+            workers=config.workers,
+        )
+        self.model = build_model(config, data)
+        self.header = describe(self.model, model_arguments(config, data))
+        self.model.to(accelerator.device)
+        average = get_ema_multi_avg_fn(config.ema)
+        self._ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True) if config.ema else None
+        self._forward = accelerator.prepare_model(self.model)
+        self._optimizer = make_optimizer(
+            *(config.optimizer, self.model),
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+            precondition_frequency=config.precondition_frequency,
+            max_precond_dim=config.max_precond_dim,
+            tf32=config.soap_tf32,
+            spread_refresh=config.soap_spread,
+        )
+        self._steps = config.epochs * len(self.loader)
+        self._warmup = min(self._steps - 1, round(config.warmup_epochs * len(self.loader)))
+
+    def train_step(self, images: Tensor, targets: Tensor, step: int) -> dict[str, Tensor]:
+        """One step of the optimizer."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self._optimizer.zero_grad()
+        loss = F.cross_entropy(self._forward(images), targets, label_smoothing=self._config.label_smoothing)
+        self._accelerator.backward(loss)
+        reported = {"loss": loss.detach()}
+        if self._config.clip:
+            params = list(self.model.parameters())
+            reported["grad_norm"] = nn.utils.clip_grad_norm_(params, self._config.clip, foreach=True)
+        self._optimizer.step()
+        if self._ema is not None:
+            self._ema.update_parameters(self.model)
+        return reported
+
+    def learning_rate(self, step: int) -> float:
+        assert self._config.lr is not None
+        return self._config.lr * cosine_with_warmup(step, steps=self._steps, warmup=self._warmup)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy on the test set, of the averaged weights where there are any."""
+        model = self.tested_model().eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self._accelerator.device)
+        for images, labels in self._test:
+            with self._accelerator.autocast():
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            right = (logits.argmax(1) == labels).sum()
+            sums += torch.stack([loss, right, torch.tensor(len(labels), device=loss.device)])
+        self.model.train()
+        loss, right, count = self._accelerator.reduce(sums, "sum").tolist()
+        return {"loss": loss / count, "accuracy": right / count}
+
+    def tested_model(self) -> nn.Module:
+        """The model whose accuracy counts: that of the averaged weights where there are any."""
+        return self.model if self._ema is None else self._ema.module
+
+    def observed(self, look: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
+        """What `look` sees of the tested model, in eval mode and without accelerate's autocast around its forward."""
+        model = self.tested_model()
+        wrapped = vars(model).pop("forward", None)
+        try:
+            return look(model.eval())
+        finally:
+            if wrapped is not None:
+                vars(model)["forward"] = wrapped
+            self.model.train()
+
+    def finished_model(self) -> nn.Module:
+        """The tested model as it would be without accelerate around it."""
+        self._accelerator.unwrap_model(self._forward, keep_fp32_wrapper=False)
+        return self.tested_model().eval()
+
+    def save_weights(self, folder: Path) -> None:
+        write(self.model, folder, self.header)
+
+    def load_weights(self, folder: Path) -> None:
+        load(folder, self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, the loader and the average."""
+        average = None if self._ema is None else self._ema.state_dict()
+        return {"optimizer": self._optimizer.state_dict(), "loader": self.loader.state_dict(), "average": average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        if self._ema is not None:
+            self._ema.load_state_dict(state["average"])

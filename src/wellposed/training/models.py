@@ -1,0 +1,96 @@
+"""The model a run trains: a timm model made for the data, its skips cut and its weights conditioned as asked."""
+
+import difflib
+from dataclasses import replace
+from typing import Any
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from wellposed.data import Dataset
+from wellposed.errors import InvalidArgumentError
+from wellposed.skipless import condition_, cut_skips
+from wellposed.training.config import TrainConfig
+
+FEWEST_TOKENS, MOST_TOKENS, USUAL_TOKENS = 16, 256, 64
+
+
+def fitted_to_data(config: TrainConfig, data: Dataset) -> TrainConfig:
+    """`config` with the patch size that it leaves to the data, which only a ViT has."""
+    size = data.image_shape[-1]
+    sketch = _sketch(config.model)
+    if isinstance(sketch, VisionTransformer):
+        own = sketch.patch_embed.patch_size[0]
+        patch = choose_patch_size(size, own) if config.patch_size is None else config.patch_size
+        if size % patch:
+            fitting = ", ".join(str(p) for p in range(1, size + 1) if size % p == 0)
+            raise InvalidArgumentError(f"patch_size={patch}: images of {size} pixels divide into {fitting}")
+        return replace(config, patch_size=patch)
+    if config.patch_size is not None:
+        raise InvalidArgumentError(f"patch_size={config.patch_size}: {config.model} is no ViT and has its own")
+    return config
+
+
+def choose_patch_size(image_size: int, own: int) -> int:
+    """A patch size that divides the image into 16 to 256 tokens.
+
+    The model's own if it gives 64 or more; if it gives more than 256, the smallest that does not; else what comes
+    nearest to 64 tokens.
+
+    Example:
+        >>> [choose_patch_size(size, own=16) for size in (8, 28, 32, 64, 224, 384)]
+        [2, 4, 4, 8, 16, 24]
+    """
+
+    def tokens(patch: int) -> int:
+        return (image_size // patch) ** 2
+
+    fitting = [p for p in range(1, image_size + 1) if image_size % p == 0 and FEWEST_TOKENS <= tokens(p) <= MOST_TOKENS]
+    if not fitting:
+        raise InvalidArgumentError(
+            f"no patch divides images of {image_size} pixels into {FEWEST_TOKENS} to {MOST_TOKENS} tokens; "
+            "choose one with --patch-size, or another --image-size"
+        )
+    if own in fitting and tokens(own) >= USUAL_TOKENS:
+        return own
+    if tokens(own) > MOST_TOKENS:
+        return min(fitting)
+    # A patch of one pixel is a token without content.
+    return min([p for p in fitting if p > 1] or fitting, key=lambda p: abs(image_size - p * USUAL_TOKENS**0.5))
+
+
+def model_arguments(config: TrainConfig, data: Dataset) -> dict[str, Any]:
+    """What timm.create_model is given for `config`, fitted to `data`."""
+    arguments: dict[str, Any] = {"in_chans": data.image_shape[0], "num_classes": len(data.classes)}
+    sketch = _sketch(config.model)
+    if isinstance(sketch, VisionTransformer):
+        arguments |= {"patch_size": config.patch_size, "global_pool": config.pool}
+    if hasattr(getattr(sketch, "patch_embed", None), "img_size"):
+        arguments["img_size"] = data.image_shape[-1]
+    return arguments | config.model_args
+
+
+def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
+    """The model that `config`, fitted to `data`, describes; random numbers come from torch's default generator."""
+    arguments = model_arguments(config, data)
+    try:
+        model: nn.Module = timm.create_model(config.model, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{config.model} cannot be built with {arguments}: {error}") from error
+    if not config.skips:
+        cut_skips(model)
+    if config.init == "conditioned":
+        condition_(model, alpha=config.alpha, beta=config.beta, c=config.c)
+    return model
+
+
+def _sketch(name: str) -> nn.Module:
+    """The timm model `name` without weights, to see what it is."""
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        advice = f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
+        raise InvalidArgumentError(f"model={name!r}: timm has no model of that name; {advice}")
+    with torch.device("meta"):
+        return timm.create_model(name)

@@ -1,0 +1,161 @@
+"""Supervised training: a model, with or without skips, learns to classify images."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from wellposed.data import Dataset, open_data
+from wellposed.errors import RunError
+from wellposed.optim import BETAS, LEARNING_RATES
+from wellposed.recipes import write
+from wellposed.runs import provenance, write_json
+from wellposed.training.accelerators import make_accelerator
+from wellposed.training.classification import Classification
+from wellposed.training.config import TrainConfig
+from wellposed.training.display import Display
+from wellposed.training.guards import flushed_denormals, repeatable
+from wellposed.training.loop import Loop
+from wellposed.training.models import fitted_to_data
+
+_CONFIG, _RESULT = "config.json", "result.json"
+# What suits a set where the configuration does not say: the crop, and whether mirrored images are of the same class.
+_USUAL_AUGMENTATION: dict[str, tuple[Literal["none", "pad", "resize"], bool]] = {
+    "digits": ("none", False),
+    "folder": ("resize", True),
+}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    accuracy: float
+    """Of the test set, 0 to 1, after the last epoch."""
+    loss: float
+    """Mean cross-entropy of the test set."""
+    seconds: float
+    """Training and testing, without writing checkpoints, over all the times the run was taken up."""
+    out: Path
+    """Its folder; `wellposed.load(out)` gives the model."""
+    model: nn.Module
+
+
+def train(
+    config: TrainConfig, *, quiet: bool = False, observe: Callable[[nn.Module], dict[str, Any]] | None = None
+) -> TrainResult:
+    """Train as `config` says, or go on with the run in `config.out` if it says `resume`.
+
+    The folder of the run holds config.json, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, the model and
+    result.json. A run that was killed at any moment resumes to the same weights and metrics, bit for bit, on the same
+    device. Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
+
+    Args:
+        config: what to train.
+        quiet: show nothing while training.
+        observe: called with the model before the first step and after every epoch; what it returns, JSON-able, goes
+            into the metrics as an "observe" event.
+
+    Raises:
+        DivergedError: the loss is no longer finite; the last good checkpoint stays.
+        RunError: the folder holds another run, or none to resume, or cannot be written.
+        InvalidArgumentError, DataError: something in `config` cannot be; nothing has been written then.
+    """
+    config.check()
+    with flushed_denormals():
+        if config.resume:
+            config = config.resumed_from(_stored_config(config))
+            config.check()
+        data, test = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
+        config = _resolved(config, data)
+        out = _free_folder(config)
+        accelerator = make_accelerator(config.device, config.precision, compile=config.compile)
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+        with repeatable(accelerator.device), torch.random.fork_rng(devices):
+            torch.manual_seed(config.seed)
+            task = Classification(config, data, test, accelerator)
+            torch.manual_seed(config.seed + accelerator.process_index)
+            display = Display(visible=accelerator.is_main_process and not quiet)
+            display.say(_summary(config, data, task, accelerator))
+            loop = Loop(
+                *(task, out, accelerator, display),
+                epochs=config.epochs,
+                log_every=config.log_every,
+                checkpoint_minutes=config.checkpoint_minutes,
+                observe=None if observe is None else lambda: task.observed(observe),
+            )
+            facts = {"config": config.to_dict(), **provenance(accelerator.device, seed=config.seed)}
+            if config.resume:
+                loop.resume()
+            elif accelerator.is_main_process:
+                write_json(out / _CONFIG, facts)
+            results = loop.run()
+            model = task.finished_model()
+            if accelerator.is_main_process:
+                write(model, out, task.header)
+                write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
+            accelerator.wait_for_everyone()
+    display.say(f"accuracy {100 * results['accuracy']:.2f} % after {loop.seconds:.0f} s; the model is in {out}")
+    return TrainResult(results["accuracy"], results["loss"], loop.seconds, out, model)
+
+
+def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
+    """`config` with everything filled in that it leaves to the data, the model and the optimizer."""
+    config = fitted_to_data(config, data)
+    crop, flip = _USUAL_AUGMENTATION.get(data.name, ("pad", True))
+    return replace(
+        config,
+        out=config.out or _usual_folder(config),
+        lr=LEARNING_RATES[config.optimizer] if config.lr is None else config.lr,
+        betas=BETAS[config.optimizer] if config.betas is None else config.betas,
+        crop=crop if config.crop is None else config.crop,
+        flip=flip if config.flip is None else config.flip,
+    )
+
+
+def _usual_folder(config: TrainConfig) -> Path:
+    kind = "skip" if config.skips else "skipless"
+    name = f"{config.data.partition(':')[0]}-{config.model}-{kind}-{config.init}-{config.optimizer}-{config.seed}"
+    return Path("runs") / name
+
+
+def _stored_config(config: TrainConfig) -> TrainConfig:
+    """That of the run to go on with."""
+    if config.out is None:
+        raise RunError("resume: say which run to go on with, as in --resume --out runs/mine")
+    path = config.out / _CONFIG
+    try:
+        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
+    except FileNotFoundError as error:
+        raise RunError(f"there is no run in {config.out} to resume; leave out --resume to start one") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} cannot be read ({error}); put it back, or start another run") from error
+
+
+def _free_folder(config: TrainConfig) -> Path:
+    """The folder of the run, which must not hold another one."""
+    assert config.out is not None
+    if config.out.exists() and not config.out.is_dir():
+        raise RunError(f"out={config.out} is a file; expected a folder, or a name that is free")
+    if not config.resume and config.out.is_dir() and any(config.out.iterdir()):
+        advice = "add --resume to go on with it" if (config.out / _CONFIG).exists() else "it is not empty"
+        raise RunError(f"out={config.out} holds something already: {advice}, or choose another --out")
+    return config.out
+
+
+def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerator: Accelerator) -> str:
+    size = data.image_shape[-1]
+    patch = config.patch_size
+    tokens = f", patch {patch}: {(size // patch) ** 2} tokens" if patch else ""
+    millions = sum(param.numel() for param in task.model.parameters()) / 1e6
+    skips = "with skips" if config.skips else "without skips"
+    return (
+        f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters; {data.name}, {len(data)} images of "
+        f"{size} px{tokens}; {config.optimizer}, lr {config.lr:g}; {accelerator.num_processes} x "
+        f"{accelerator.device.type}, {'bf16' if accelerator.mixed_precision == 'bf16' else 'fp32'}; {config.out}"
+    )
