@@ -14,11 +14,12 @@ from wellposed.data import Augment, Dataset, Mix, open_loader
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.recipes import describe, load, write
 from wellposed.training.config import TrainConfig
+from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, model_arguments
 
 
 class Classification:
-    """Cross-entropy on labelled images."""
+    """Cross-entropy on labelled images; to be made and used within `guards.repeatable`."""
 
     def __init__(self, config: TrainConfig, data: Dataset, test: Dataset, accelerator: Accelerator) -> None:
         self._config, self._accelerator = config, accelerator
@@ -49,6 +50,8 @@ class Classification:
         self.model = build_model(config, data)
         self.header = describe(self.model, model_arguments(config, data))
         self.model.to(accelerator.device)
+        with accelerator.autocast():
+            self.is_repeatable = is_repeatable(self.model, torch.zeros(2, *data.image_shape, device=accelerator.device))
         average = get_ema_multi_avg_fn(config.ema)
         self._ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True) if config.ema else None
         self._forward = accelerator.prepare_model(self.model)

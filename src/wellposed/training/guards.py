@@ -58,7 +58,7 @@ def _flush_denormals(on: bool) -> None:
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels that give the same result every time, wherever torch has one."""
+    """On a GPU, only kernels that give the same result every time; what torch has none for raises RuntimeError."""
     if device.type != "cuda":
         yield
         return
@@ -66,13 +66,33 @@ def repeatable(device: torch.device) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def is_repeatable(model: nn.Module, images: Tensor) -> bool:
+    """Whether torch has repeatable kernels for all that `model` does; where not, it is told to make do without.
+
+    To be called within `repeatable`. On a GPU one forward and backward pass in eval mode tells; nothing is left of it.
+    """
+    if not images.is_cuda:
+        return True
+    try:
+        model.eval()(images).float().sum().backward()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return False
+    finally:
+        model.zero_grad()
+        model.train()
+    return True
 
 
 class FirstFailure:

@@ -82,6 +82,10 @@ def train(
             torch.manual_seed(config.seed + accelerator.process_index)
             display = Display(visible=accelerator.is_main_process and not quiet)
             display.say(_summary(config, data, task, accelerator))
+            if not task.is_repeatable:
+                display.say(
+                    f"some kernels of {config.model} are not repeatable: resuming it will not give the same bits"
+                )
             loop = Loop(
                 *(task, out, accelerator, display),
                 epochs=config.epochs,
