@@ -1,9 +1,10 @@
 """What keeps a run safe."""
 
+import pytest
 import torch
 from torch import nn
 
-from wellposed.training.guards import FirstFailure, flushed_denormals
+from wellposed.training.guards import FirstFailure, flushed_denormals, is_repeatable, repeatable
 
 
 def share_of_zeros() -> float:
@@ -54,3 +55,17 @@ def test_nothing_is_watched_afterwards() -> None:
         pass
     model(torch.full((2, 4), torch.nan)).sum().backward()
     assert failure.where is None
+
+
+@pytest.mark.gpu
+def test_what_has_no_repeatable_kernel_is_noticed() -> None:
+    images = torch.zeros(2, 3, 8, 8, device="cuda")
+    repeatable_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).cuda()
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 5)).cuda()
+    with repeatable(images.device):
+        assert is_repeatable(repeatable_model, images)
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not is_repeatable(other, images)
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert all(param.grad is None for param in other.parameters())

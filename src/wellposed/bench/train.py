@@ -107,7 +107,7 @@ class TrainBench:
         from wellposed.training.loop import Loop
 
         torch.compiler.reset()
-        accelerator = make_accelerator(config.device, config.precision, compile=config.compile)
+        accelerator = make_accelerator(config.device)
         few = replace(data, images=data.images[: self.batch_size], labels=data.labels[: self.batch_size])
         with TemporaryDirectory() as folder, repeatable(accelerator.device):
             task = Classification(config, data, few, accelerator)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from wellposed.data import Augment, Dataset, Mix, open_loader
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.recipes import describe, load, write
+from wellposed.training.accelerators import use_bf16
 from wellposed.training.config import TrainConfig
 from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, model_arguments
@@ -50,11 +51,13 @@ class Classification:
         self.model = build_model(config, data)
         self.header = describe(self.model, model_arguments(config, data))
         self.model.to(accelerator.device)
-        with accelerator.autocast():
+        self.bf16 = use_bf16(config.precision, accelerator.device)
+        with self._autocast():
             self.is_repeatable = is_repeatable(self.model, torch.zeros(2, *data.image_shape, device=accelerator.device))
         average = get_ema_multi_avg_fn(config.ema)
         self._ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True) if config.ema else None
-        self._forward = accelerator.prepare_model(self.model)
+        forward = accelerator.prepare_model(self.model)
+        self._forward = torch.compile(forward) if config.compile else forward
         self._optimizer = make_optimizer(
             *(config.optimizer, self.model),
             lr=config.lr,
@@ -73,7 +76,9 @@ class Classification:
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self._optimizer.zero_grad()
-        loss = F.cross_entropy(self._forward(images), targets, label_smoothing=self._config.label_smoothing)
+        with self._autocast():
+            logits = self._forward(images)
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._config.label_smoothing)
         self._accelerator.backward(loss)
         reported = {"loss": loss.detach()}
         if self._config.clip:
@@ -83,6 +88,9 @@ class Classification:
         if self._ema is not None:
             self._ema.update_parameters(self.model)
         return reported
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     def learning_rate(self, step: int) -> float:
         assert self._config.lr is not None
@@ -94,7 +102,7 @@ class Classification:
         model = self.tested_model().eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self._accelerator.device)
         for images, labels in self._test:
-            with self._accelerator.autocast():
+            with self._autocast():
                 logits = model(images)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
             right = (logits.argmax(1) == labels).sum()
@@ -108,20 +116,10 @@ class Classification:
         return self.model if self._ema is None else self._ema.module
 
     def observed(self, look: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
-        """What `look` sees of the tested model, in eval mode and without accelerate's autocast around its forward."""
-        model = self.tested_model()
-        wrapped = vars(model).pop("forward", None)
-        try:
-            return look(model.eval())
-        finally:
-            if wrapped is not None:
-                vars(model)["forward"] = wrapped
-            self.model.train()
-
-    def finished_model(self) -> nn.Module:
-        """The tested model as it would be without accelerate around it."""
-        self._accelerator.unwrap_model(self._forward, keep_fp32_wrapper=False)
-        return self.tested_model().eval()
+        """What `look` sees of the tested model, in eval mode."""
+        seen = look(self.tested_model().eval())
+        self.model.train()
+        return seen
 
     def save_weights(self, folder: Path) -> None:
         write(self.model, folder, self.header)

@@ -74,7 +74,7 @@ def train(
         data, test = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
         config = _resolved(config, data)
         out = _free_folder(config)
-        accelerator = make_accelerator(config.device, config.precision, compile=config.compile)
+        accelerator = make_accelerator(config.device)
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
         with repeatable(accelerator.device), torch.random.fork_rng(devices):
             torch.manual_seed(config.seed)
@@ -99,7 +99,7 @@ def train(
             elif accelerator.is_main_process:
                 write_json(out / _CONFIG, facts)
             results = loop.run()
-            model = task.finished_model()
+            model = task.tested_model().eval()
             if accelerator.is_main_process:
                 write(model, out, task.header)
                 write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
@@ -161,5 +161,5 @@ def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerat
     return (
         f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters; {data.name}, {len(data)} images of "
         f"{size} px{tokens}; {config.optimizer}, lr {config.lr:g}; {accelerator.num_processes} x "
-        f"{accelerator.device.type}, {'bf16' if accelerator.mixed_precision == 'bf16' else 'fp32'}; {config.out}"
+        f"{accelerator.device.type}, {'bf16' if task.bf16 else 'fp32'}; {config.out}"
     )
