@@ -1,7 +1,7 @@
 """What the study compares, as data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,10 +37,8 @@ class StudyConfig:
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
     """Name of a timm ViT."""
-    model_args: dict[str, bool | int | float | str] = field(
-        default_factory=lambda: {"embed_dim": 64, "depth": 8, "num_heads": 4}
-    )
-    """Arguments of timm.create_model; give none for the model as it is."""
+    model_args: dict[str, bool | int | float | str] | None = None
+    """Arguments of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 for digits, none for other sets."""
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""
     seed: int = 0
@@ -81,6 +79,12 @@ class StudyConfig:
                 for kind in KINDS:
                     yield Cell(kind, optimizer, seed)
 
+    def arguments(self) -> dict[str, bool | int | float | str]:
+        """What timm.create_model is given beside what follows from the data."""
+        if self.model_args is None:
+            return {"embed_dim": 64, "depth": 8, "num_heads": 4} if self.data == "digits" else {}
+        return self.model_args
+
     def learning_rate(self, cell: Cell) -> float:
         """That of the cell's kind and optimizer."""
         return float(getattr(self, f"lr_{cell.kind}_{cell.optimizer}"))
@@ -90,7 +94,7 @@ class StudyConfig:
         return TrainConfig(
             data=self.data,
             model=self.model,
-            model_args=self.model_args,
+            model_args=self.arguments(),
             skips=cell.kind == "skip",
             init="conditioned" if cell.kind == "conditioned" else "default",
             optimizer=cell.optimizer,

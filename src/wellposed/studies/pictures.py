@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.data import open_data
+from wellposed.data import Dataset, open_data
 from wellposed.families import blocks
 from wellposed.recipes import load
 from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel
@@ -29,6 +28,9 @@ Cells = dict[tuple[str, str], Cell]
 
 def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     """What the page shows, in the order in which it explains itself."""
+    run = config.run(Cell("skip", "soap", config.seed))
+    train, test = (open_data(run.data, split, run.image_size) for split in ("train", "test"))
+    images, _ = probed_images(train, test)
     cells: Cells = {(cell.kind, cell.optimizer): cell for cell in config.cells() if cell.seed == config.seed}
     finished = {(o.cell.kind, o.cell.optimizer) for o in result.outcomes if o.accuracy is not None}
     return [
@@ -36,8 +38,8 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
         _curves(config, cells),
         _at_initialization(config, cells),
         _over_training(config, cells),
-        _weights_and_attention(config),
-        _attention_on_images(config, {key: cell for key, cell in cells.items() if key in finished}),
+        _weights_and_attention(config, train, images),
+        _attention_on_images(config, {key: cell for key, cell in cells.items() if key in finished}, test, images),
     ]
 
 
@@ -116,17 +118,16 @@ def _over_training(config: StudyConfig, cells: Cells) -> Section:
     )
 
 
-def _weights_and_attention(config: StudyConfig) -> Section:
+def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) -> Section:
     """Figure 5 of the paper: W_Q W_K^T of one head, and the attention it gives on an image."""
     products, maps, told = [], [], []
-    images, _ = probed_images(config.run(Cell("skipless", "adamw", config.seed)))
     shown = (
         ("default", config, "skipless"),
         (f"alpha {config.alpha:g}, beta {config.beta:g}", config, "conditioned"),
         ("alpha 0.1, beta 5", replace(config, alpha=0.1, beta=5.0), "conditioned"),
     )
     for name, settings, kind in shown:
-        model = _initial_model(settings, kind)
+        model = _initial_model(settings, kind, train)
         weights = blocks(model)[0].family.weights(blocks(model)[0].module)
         h = weights.head_dim
         product = weights.query.view()[:h].T @ weights.key.view()[:h]
@@ -147,15 +148,12 @@ def _weights_and_attention(config: StudyConfig) -> Section:
     )
 
 
-def _attention_on_images(config: StudyConfig, cells: Cells) -> Section:
-    run = config.run(Cell("skip", "soap", config.seed))
-    images, _ = probed_images(run)
-    pictures = open_data(run.data, "test", run.image_size)
+def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, images: Tensor) -> Section:
     shown = [kind for kind in KINDS if (kind, "soap") in cells]
-    models = {kind: load(_folder(config, cells[kind, "soap"])) for kind in shown}
+    models = {kind: load(config.run(cells[kind, "soap"]).folder) for kind in shown}
     panels = []
     for index in range(SAMPLES):
-        picture = pictures[index][0]
+        picture = test[index][0]
         panels.append(image_panel(f"image {index + 1}", picture.permute(1, 2, 0).squeeze(-1)))
         for kind in shown:
             maps = _attention(models[kind], images[index : index + 1])
@@ -174,19 +172,12 @@ def _attention_on_images(config: StudyConfig, cells: Cells) -> Section:
 
 
 def _events(config: StudyConfig, cell: Cell, event: str) -> list[dict[str, Any]]:
-    return read_journal(_folder(config, cell), event)
+    return read_journal(config.run(cell).folder, event)
 
 
-def _folder(config: StudyConfig, cell: Cell) -> Path:
-    out = config.run(cell).out
-    assert out is not None
-    return out
-
-
-def _initial_model(config: StudyConfig, kind: str) -> nn.Module:
+def _initial_model(config: StudyConfig, kind: str, data: Dataset) -> nn.Module:
     """The model of a kind as its run with the first seed starts."""
     run = config.run(Cell(kind, "adamw", config.seed))
-    data = open_data(run.data, "train", run.image_size)
     with torch.random.fork_rng([]):
         torch.manual_seed(run.seed)
         return build_model(fitted_to_data(run, data), data).eval()

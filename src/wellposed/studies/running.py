@@ -1,5 +1,6 @@
 """The runs of a study side by side, in processes of their own, with one bar each."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from wellposed.data import DeviceLoader, ImageSet, open_data
+from wellposed.data import Dataset, DeviceLoader, ImageSet, open_data
 from wellposed.diagnosis import probe
 from wellposed.errors import DivergedError
 from wellposed.runs import read_journal
@@ -69,38 +70,40 @@ def run_cells(config: StudyConfig) -> list[Outcome]:
 
 def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
     """Train one cell, or go on with it, unless it is done."""
-    assert config.out is not None
+    if (config.folder / "result.json").exists():
+        result = json.loads((config.folder / "result.json").read_text(encoding="utf-8"))
+        return Outcome(cell, result["accuracy"], result["seconds"])
     probed = _Probe(config)
-    if (config.out / "config.json").exists():
+    if (config.folder / "config.json").exists():
         config = replace(config, resume=True)
     try:
-        result = train_run(config, quiet=True, observe=probed)
+        done = train_run(config, quiet=True, observe=probed)
     except DivergedError as error:
         return Outcome(cell, None, 0.0, str(error).partition(".")[0])
-    return Outcome(cell, result.accuracy, result.seconds)
+    return Outcome(cell, done.accuracy, done.seconds)
 
 
 class _Probe:
     """Looks at every block with the first images of the test set."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.images, self.labels = probed_images(config)
+        sets = [open_data(config.data, split, config.image_size) for split in ("train", "test")]
+        self.images, self.labels = probed_images(*sets)
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
         device = next(model.parameters()).device
         return {"blocks": [asdict(state) for state in probe(model, self.images.to(device), self.labels.to(device))]}
 
 
-def probed_images(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def probed_images(train: Dataset, test: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
     """The first images of the test set, normalized as in training, and their labels."""
-    sets = [open_data(config.data, split, config.image_size) for split in ("train", "test")]
-    train, test = (data if isinstance(data, ImageSet) else _first_images(data) for data in sets)
+    train, test = (data if isinstance(data, ImageSet) else _first_images(data) for data in (train, test))
     statistics = DeviceLoader(train, 1)
     loader = DeviceLoader(test, PROBED_IMAGES, shuffle=False, mean=statistics.mean, std=statistics.std)
     return next(iter(loader))
 
 
-def _first_images(data: Any) -> ImageSet:
+def _first_images(data: Dataset) -> ImageSet:
     images, labels = zip(*(data[index] for index in range(min(PROBED_IMAGES, len(data)))), strict=True)
     return ImageSet(data.name, data.classes, torch.stack(images), torch.tensor(labels))
 
@@ -116,10 +119,9 @@ def _as_they_end(
             yield future, future.result()
         for future in left:
             if future.running():
-                out = config.run(waiting[future]).out
-                assert out is not None
                 progress.start_task(bars[waiting[future]])
-                progress.update(bars[waiting[future]], **_progress_of(out, config.epochs))
+                folder = config.run(waiting[future]).folder
+                progress.update(bars[waiting[future]], **_progress_of(folder, config.epochs))
         time.sleep(0.2)
 
 

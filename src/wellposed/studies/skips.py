@@ -6,12 +6,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from wellposed.data import open_data
 from wellposed.errors import RunError
 from wellposed.reporting import page
-from wellposed.runs import atomic_path, device_named, provenance, write_json
-from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, StudyConfig
+from wellposed.runs import atomic_path, device_named, write_json
+from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
 from wellposed.studies.pictures import sections
 from wellposed.studies.running import Outcome, run_cells
+from wellposed.training.models import build_model, fitted_to_data
 
 _STUDY, _REPORT = "study.json", "report.html"
 
@@ -50,17 +52,12 @@ def study(config: StudyConfig) -> StudyResult:
         KeyboardInterrupt: after each run has written a checkpoint; the same call goes on.
     """
     config.check()
+    _try_out(config)
     _claim(config)
     outcomes = tuple(run_cells(config))
-    device = device_named(_device(config.device))
-    facts = provenance(device, seed=config.seed) | {
-        "seeds": ", ".join(str(seed) for seed in range(config.seed, config.seed + config.seeds)),
-        "settings": ", ".join(f"{name} {value}" for name, value in _plain(config).items()),
-    }
-    del facts["seed"]
-    result = StudyResult(outcomes, config.out / _REPORT, facts)
+    result = StudyResult(outcomes, config.out / _REPORT, _facts(config))
     with atomic_path(result.report) as temporary:
-        text = page("Do transformers need their skips?", lead(result), sections(config, result), facts)
+        text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
         temporary.write_text(text, encoding="utf-8")
     write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
@@ -68,7 +65,8 @@ def study(config: StudyConfig) -> StudyResult:
 
 def lead(result: StudyResult) -> str:
     """What the table says, in words that follow its numbers."""
-    best = {kind: max((v for o in OPTIMIZERS for v in result.accuracies(kind, o)), default=0.0) for kind in KINDS}
+    means = {kind: [mean(values) for o in OPTIMIZERS if (values := result.accuracies(kind, o))] for kind in KINDS}
+    best = {kind: max(values, default=0.0) for kind, values in means.items()}
     told = {kind: f"{100 * value:.1f} %" for kind, value in best.items()}
     first = f"The same vision transformer, trained three ways. With its skip connections it reaches {told['skip']}. "
     gap = best["conditioned"] - best["skipless"]
@@ -83,6 +81,26 @@ def lead(result: StudyResult) -> str:
             f"{told['conditioned']} from well-conditioned weights: here the initialization made no difference."
         )
     return first + second
+
+
+def _try_out(config: StudyConfig) -> None:
+    """Raise what a run would raise about its data or model, before anything is written."""
+    device_named("cpu" if config.device == "auto" else config.device)
+    run = config.run(Cell("skipless", "adamw", config.seed))
+    data = open_data(run.data, "train", run.image_size)
+    build_model(fitted_to_data(run, data), data)
+
+
+def _facts(config: StudyConfig) -> dict[str, str]:
+    """Where the numbers come from, as the runs noted it; what differs between them is listed."""
+    runs = [json.loads((config.run(cell).folder / "config.json").read_text("utf-8")) for cell in config.cells()]
+    facts = {
+        name: "; ".join(dict.fromkeys(run[name] for run in runs))
+        for name in ("command", "commit", "hardware", "versions", "date")
+    }
+    facts["seeds"] = ", ".join(str(seed) for seed in range(config.seed, config.seed + config.seeds))
+    facts["settings"] = ", ".join(f"{name} {value}" for name, value in _plain(config).items())
+    return facts
 
 
 def _claim(config: StudyConfig) -> None:
@@ -109,10 +127,6 @@ def _claim(config: StudyConfig) -> None:
 def _plain(config: StudyConfig) -> dict[str, Any]:
     """The settings that the numbers depend on."""
     free = {"out", "jobs", "device"}
-    return {name: value for name, value in asdict(config).items() if name not in free}
-
-
-def _device(name: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    return {name: value for name, value in asdict(config).items() if name not in free} | {
+        "model_args": config.arguments()
+    }

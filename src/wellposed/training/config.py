@@ -120,6 +120,13 @@ class TrainConfig:
             _require(self, name, 0 <= getattr(self, name) <= 1, "a number in [0, 1]")
         _require(self, "seed", self.seed < 2**63, "less than 2^63")
 
+    @property
+    def folder(self) -> Path:
+        """`out`, or where the run goes if that is None."""
+        kind = "skip" if self.skips else "skipless"
+        name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}-{self.optimizer}-{self.seed}"
+        return self.out or Path("runs") / name
+
     @classmethod
     def load(cls, source: str | Path) -> Self:
         """The configuration in the file `source` (.toml or .json), or the preset of that name."""

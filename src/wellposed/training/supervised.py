@@ -114,18 +114,12 @@ def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
     crop, flip = _USUAL_AUGMENTATION.get(data.name, ("pad", True))
     return replace(
         config,
-        out=config.out or _usual_folder(config),
+        out=config.folder,
         lr=LEARNING_RATES[config.optimizer] if config.lr is None else config.lr,
         betas=BETAS[config.optimizer] if config.betas is None else config.betas,
         crop=crop if config.crop is None else config.crop,
         flip=flip if config.flip is None else config.flip,
     )
-
-
-def _usual_folder(config: TrainConfig) -> Path:
-    kind = "skip" if config.skips else "skipless"
-    name = f"{config.data.partition(':')[0]}-{config.model}-{kind}-{config.init}-{config.optimizer}-{config.seed}"
-    return Path("runs") / name
 
 
 def _stored_config(config: TrainConfig) -> TrainConfig:
@@ -143,13 +137,13 @@ def _stored_config(config: TrainConfig) -> TrainConfig:
 
 def _free_folder(config: TrainConfig) -> Path:
     """The folder of the run, which must not hold another one."""
-    assert config.out is not None
-    if config.out.exists() and not config.out.is_dir():
-        raise RunError(f"out={config.out} is a file; expected a folder, or a name that is free")
-    if not config.resume and config.out.is_dir() and any(config.out.iterdir()):
-        advice = "add --resume to go on with it" if (config.out / _CONFIG).exists() else "it is not empty"
-        raise RunError(f"out={config.out} holds something already: {advice}, or choose another --out")
-    return config.out
+    out = config.folder
+    if out.exists() and not out.is_dir():
+        raise RunError(f"out={out} is a file; expected a folder, or a name that is free")
+    if not config.resume and out.is_dir() and any(out.iterdir()):
+        advice = "add --resume to go on with it" if (out / _CONFIG).exists() else "it is not empty"
+        raise RunError(f"out={out} holds something already: {advice}, or choose another --out")
+    return out
 
 
 def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerator: Accelerator) -> str:
