@@ -6,3 +6,4 @@ from wellposed.reporting.panels import Line as Line
 from wellposed.reporting.panels import heat_panel as heat_panel
 from wellposed.reporting.panels import image_panel as image_panel
 from wellposed.reporting.panels import line_panel as line_panel
+from wellposed.reporting.panels import save_lines as save_lines

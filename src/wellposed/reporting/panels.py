@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,30 @@ class Line:
 def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
     """Curves over one another, on a logarithmic scale if `log`."""
     with _panel(title) as (axes, drawn):
-        for line in lines:
-            axes.plot(line.x, line.y, color=line.colour, label=line.name, linewidth=1.8)
-        axes.set(xlabel=x, ylabel=y, yscale="log" if log else "linear")
-        axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
-        axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
+        _draw_lines(axes, lines, x, y)
+        axes.set_yscale("log" if log else "linear")
     return drawn[0]
+
+
+def save_lines(path: Path, panels: Sequence[tuple[str, Sequence[Line]]], *, x: str, y: str) -> None:
+    """Panels of curves, each with its title, side by side in a picture file with a white background."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.3 * WIDTH * len(panels), 1.2 * HEIGHT), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, (title, lines) in zip(grid[0], panels, strict=True):
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+        _draw_lines(axes, lines, x, y)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _draw_lines(axes: Any, lines: Sequence[Line], x: str, y: str) -> None:
+    for line in lines:
+        axes.plot(line.x, line.y, color=line.colour, label=line.name, linewidth=1.8)
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
+    axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
 
 
 def heat_panel(

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from wellposed.data import Dataset, open_data
 from wellposed.families import blocks
 from wellposed.recipes import load
-from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel
+from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel, save_lines
 from wellposed.runs import read_journal
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
 from wellposed.studies.running import probed_images
@@ -35,7 +36,7 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     finished = {(o.cell.kind, o.cell.optimizer) for o in result.outcomes if o.accuracy is not None}
     return [
         _table(config, result),
-        _curves(config, cells),
+        _curves(config),
         _at_initialization(config, cells),
         _over_training(config, cells),
         _weights_and_attention(config, train, images),
@@ -56,16 +57,18 @@ def _table(config: StudyConfig, result: "StudyResult") -> Section:
     )
 
 
-def _curves(config: StudyConfig, cells: Cells) -> Section:
-    panels = []
-    for event, name, title in (("train", "loss", "training loss"), ("test", "accuracy", "test accuracy")):
-        for optimizer in OPTIMIZERS:
-            lines = []
-            for kind in KINDS:
-                events = _events(config, cells[kind, optimizer], event)
-                epochs, values = [e["epoch"] for e in events], [e[name] for e in events]
-                lines.append(Line(NAMES[kind], epochs, values, COLOURS[kind]))
-            panels.append(line_panel(f"{TITLES[optimizer]}: {title}", lines, x="epoch", y=title))
+def save_accuracies(config: StudyConfig, path: Path) -> None:
+    """The result in one picture: test accuracy over the epochs, a panel per optimizer."""
+    panels = [(TITLES[optimizer], _lines(config, optimizer, "test", "accuracy")) for optimizer in OPTIMIZERS]
+    save_lines(path, panels, x="epoch", y="test accuracy")
+
+
+def _curves(config: StudyConfig) -> Section:
+    panels = [
+        line_panel(f"{TITLES[o]}: {title}", _lines(config, o, event, name), x="epoch", y=title)
+        for event, name, title in (("train", "loss", "training loss"), ("test", "accuracy", "test accuracy"))
+        for o in OPTIMIZERS
+    ]
     return Section(
         "Learning",
         "The loss on the training set, and how many test images are told right after each epoch. A curve that stays "
@@ -135,8 +138,8 @@ def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) 
         attention = _attention(model, images[:1])[0][0, 0]
         most = float(attention.max())
         told.append(f"{name}: {float(attention.diagonal().mean()):.2f}")
-        products.append(heat_panel(f"{name}: W_Q W_K^T", product, low=-limit, high=limit, x="width", y="width"))
-        maps.append(heat_panel(f"{name}: attention", attention, low=0, high=most, x="key", y="query"))
+        products.append(heat_panel(f"{name}: W_Q W_K^T", product.numpy(), low=-limit, high=limit, x="width", y="width"))
+        maps.append(heat_panel(f"{name}: attention", attention.numpy(), low=0, high=most, x="key", y="query"))
     return Section(
         "The matrices behind it",
         "The first head of the first block at initialization, and its attention on the first test image. By default "
@@ -154,12 +157,12 @@ def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, image
     panels = []
     for index in range(SAMPLES):
         picture = test[index][0]
-        panels.append(image_panel(f"image {index + 1}", picture.permute(1, 2, 0).squeeze(-1)))
+        panels.append(image_panel(f"image {index + 1}", picture.permute(1, 2, 0).squeeze(-1).numpy()))
         for kind in shown:
             maps = _attention(models[kind], images[index : index + 1])
             for which, attention in (("first", maps[0]), ("last", maps[-1])):
                 received = _as_grid(attention[0].mean(0).mean(0) * attention.shape[-1])
-                panels.append(image_panel(f"{kind}, {which}", received, low=0.0, high=3.0))
+                panels.append(image_panel(f"{kind}, {which}", received.numpy(), low=0.0, high=3.0))
     return Section(
         "Where the trained models look",
         "For three test images, how much attention each patch receives from all others, in the first and the last "
@@ -169,6 +172,15 @@ def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, image
         across=1 + 2 * len(shown),
         strip=True,
     )
+
+
+def _lines(config: StudyConfig, optimizer: Literal["adamw", "soap"], event: str, name: str) -> list[Line]:
+    """How a number went with each kind of model, in the runs with the first seed."""
+    lines = []
+    for kind in KINDS:
+        events = _events(config, Cell(kind, optimizer, config.seed), event)
+        lines.append(Line(NAMES[kind], [e["epoch"] for e in events], [e[name] for e in events], COLOURS[kind]))
+    return lines
 
 
 def _events(config: StudyConfig, cell: Cell, event: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from wellposed.errors import RunError
 from wellposed.reporting import page
 from wellposed.runs import atomic_path, device_named, write_json
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
-from wellposed.studies.pictures import sections
+from wellposed.studies.pictures import save_accuracies, sections
 from wellposed.studies.running import Outcome, run_cells
 from wellposed.training.models import build_model, fitted_to_data
 
@@ -59,6 +59,8 @@ def study(config: StudyConfig) -> StudyResult:
     with atomic_path(result.report) as temporary:
         text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
         temporary.write_text(text, encoding="utf-8")
+    with atomic_path(config.out / "accuracy.png") as temporary:
+        save_accuracies(config, temporary)
     write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
 

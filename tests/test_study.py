@@ -1,0 +1,154 @@
+"""The study, small, as a newcomer runs it; and its page in a browser."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wellposed.cli import main
+from wellposed.studies import StudyConfig
+from wellposed.studies.config import Cell
+from wellposed.studies.running import Outcome
+from wellposed.studies.skips import StudyResult, lead
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--model-args", "embed_dim", "16", "depth", "2", "num_heads", "2", "--epochs", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def small_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("study") / "small"
+    assert main(["study", *FLAGS, "--out", str(out)]) == 0
+    return out
+
+
+def test_every_cell_is_trained_as_it_says(small_study: Path) -> None:
+    runs = {path.name: json.loads((path / "result.json").read_text()) for path in (small_study / "runs").iterdir()}
+    assert len(runs) == 6
+    for name, result in runs.items():
+        kind, optimizer, _ = name.split("-")
+        config = result["config"]
+        assert config["skips"] == (kind == "skip")
+        assert config["init"] == ("conditioned" if kind == "conditioned" else "default")
+        assert config["optimizer"] == optimizer
+        assert config["lr"] == {"adamw": 1e-3, "soap": 3e-3}[optimizer]
+    outcomes = json.loads((small_study / "outcomes.json").read_text())
+    assert {outcome["accuracy"] for outcome in outcomes} == {result["accuracy"] for result in runs.values()}
+
+
+def test_the_page_holds_the_numbers(small_study: Path) -> None:
+    text = html.unescape((small_study / "report.html").read_text(encoding="utf-8"))
+    for path in (small_study / "runs").iterdir():
+        assert f"<td>{100 * json.loads((path / 'result.json').read_text())['accuracy']:.1f}</td>" in text
+    assert text.count("<svg") == 4 + 4 + 6 + 6 + 3 * 7
+    assert "* commit" not in text
+    assert (small_study / "accuracy.png").stat().st_size > 10_000
+
+
+def test_the_same_command_goes_on_and_another_is_refused(
+    small_study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(small_study, out)
+    config = StudyConfig(model_args={"embed_dim": 16, "depth": 2, "num_heads": 2}, epochs=1, device="cpu", out=out)
+    kept = {cell: config.run(cell).folder / "result.json" for cell in config.cells()}
+    before = {cell: path.stat().st_mtime_ns for cell, path in kept.items()}
+    again = Cell("conditioned", "adamw", 0)
+    was = json.loads(kept[again].read_text())["accuracy"]
+    kept[again].unlink()
+    (out / "report.html").unlink()
+    assert main(["study", *FLAGS, "--out", str(out)]) == 0
+    assert "skipless, conditioned" in capsys.readouterr().out
+    assert json.loads(kept[again].read_text())["accuracy"] == was
+    changed = {cell for cell, path in kept.items() if path.stat().st_mtime_ns != before[cell]}
+    assert changed == {again}
+    assert (out / "report.html").exists()
+    assert main(["study", *FLAGS, "--weight-decay", "0.1", "--out", str(out)]) == 2
+    assert "weight_decay=0.3, now it is 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "cifar10:/nowhere"], "there is no folder /nowhere"),
+        (["--model", "vit_nothing"], "timm has no model"),
+        (["--model", "resnet18", "--model-args"], "ResNet"),
+        (["--patch-size", "3"], "divide into"),
+        (["--seeds", "0"], "seeds=0"),
+        (["--epochs", "0"], "epochs=0"),
+        (["--device", "warp"], "device 'warp'"),
+    ],
+)
+def test_bad_input_writes_nothing(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", *FLAGS, *flags, "--out", str(tmp_path / "study")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def result_with(accuracies: dict[tuple[str, str], list[float | None]]) -> StudyResult:
+    outcomes = [
+        Outcome(Cell(kind, optimizer, seed), value, 1.0)  # type: ignore[arg-type]
+        for (kind, optimizer), values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    return StudyResult(tuple(outcomes), Path("report.html"), {})
+
+
+def test_the_words_follow_the_numbers() -> None:
+    good = {("skip", "adamw"): [0.5, 0.7], ("skip", "soap"): [0.9, 0.8], ("skipless", "adamw"): [0.1, 0.1]}
+    good |= {
+        ("skipless", "soap"): [None, 0.2],
+        ("conditioned", "adamw"): [0.6, 0.6],
+        ("conditioned", "soap"): [0.75, 0.85],
+    }
+    result = result_with(good)
+    assert "reaches 85.0 %" in lead(result)
+    assert "no further than 20.0 %" in lead(result)
+    assert "reaches 80.0 %." in lead(result)
+    assert result.rows()[0] == ("with skips", "60.0 (50.0 to 70.0)", "85.0 (80.0 to 90.0)")
+    assert result.rows()[1][2] == "20.0"
+    assert "made no difference" in lead(result_with(good | {("skipless", "adamw"): [0.8, 0.8]}))
+    assert result_with({key: [None] for key in good}).rows()[2] == (
+        "skipless, conditioned initialization",
+        *["diverged"] * 2,
+    )
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_in_a_browser(width: int, small_study: Path, tmp_path: Path) -> None:
+    """No console message, every panel drawn, nothing wider than the screen."""
+    report = (small_study / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "frame.html").write_text(
+        f"""<!doctype html><meta charset="utf-8"><iframe id="page" style="width: {width}px; height: 900px"></iframe>
+        <script>
+        const frame = document.getElementById("page");
+        frame.onload = () => {{
+          const d = frame.contentDocument, all = [...d.querySelectorAll("svg")].map(e => e.getBoundingClientRect());
+          document.body.dataset.seen = [d.documentElement.scrollWidth, all.length,
+            all.filter(r => r.width > 40 && r.height > 40).length, getComputedStyle(d.body).fontSize].join(" ");
+        }};
+        frame.srcdoc = {json.dumps(report).replace("</", "<" + chr(92) + "/")};
+        </script>""",
+        encoding="utf-8",
+    )
+    quiet = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    shown = ["--window-size=1400,1000", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    profile = ["--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", *quiet, *profile, *shown]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    seen = re.search(r'data-seen="(\d+) (\d+) (\d+) (\S+)"', done.stdout)
+    assert seen is not None
+    assert int(seen[1]) <= width
+    assert seen[2] == seen[3]
+    assert int(seen[2]) > 20
+    assert seen[4] == "16px"
