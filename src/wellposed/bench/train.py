@@ -60,6 +60,7 @@ class TrainBench:
             "plain timm + torch": plain,
             "wellposed train": self._our_rate(config, data),
             "wellposed train, no skips": self._our_rate(replace(config, skips=False), data),
+            "wellposed train --no-repeatable": self._our_rate(replace(config, repeatable=False), data),
         }
         loader = self._loader_rate(data, device)
         flops, peak = _flops_per_image(config, data), _matmul_flops(device)
@@ -109,7 +110,7 @@ class TrainBench:
         torch.compiler.reset()
         accelerator = make_accelerator(config.device)
         few = replace(data, images=data.images[: self.batch_size], labels=data.labels[: self.batch_size])
-        with TemporaryDirectory() as folder, repeatable(accelerator.device):
+        with TemporaryDirectory() as folder, repeatable(accelerator.device, wanted=config.repeatable):
             task = Classification(config, data, few, accelerator)
             nowhere = Display(visible=False)
             Loop(task, Path(folder), accelerator, nowhere, epochs=1, log_every=10, checkpoint_minutes=60.0).run()

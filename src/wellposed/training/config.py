@@ -46,6 +46,9 @@ class TrainConfig:
     compile: bool = False
     """Compile the model with torch.compile."""
 
+    repeatable: bool = True
+    """On a GPU, only kernels that give the same bits every time; without, runs are faster and resume up to rounding."""
+
     patch_size: int | None = None
     """Of a ViT; chosen to give 16 to 256 tokens if None."""
     image_size: int | None = None

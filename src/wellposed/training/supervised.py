@@ -76,7 +76,7 @@ def train(
         out = _free_folder(config)
         accelerator = make_accelerator(config.device)
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
-        with repeatable(accelerator.device), torch.random.fork_rng(devices):
+        with repeatable(accelerator.device, wanted=config.repeatable), torch.random.fork_rng(devices):
             torch.manual_seed(config.seed)
             task = Classification(config, data, test, accelerator)
             torch.manual_seed(config.seed + accelerator.process_index)
