@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from wellposed.skipless import cut_skips as cut_skips
     from wellposed.skipless import restore_skips as restore_skips
     from wellposed.skipless import skips as skips
+    from wellposed.studies import StudyConfig as StudyConfig
+    from wellposed.studies import StudyResult as StudyResult
+    from wellposed.studies import study as study
     from wellposed.training import TrainConfig as TrainConfig
     from wellposed.training import TrainResult as TrainResult
     from wellposed.training import train as train
 
 _HOMES = {
     "SOAP": "optim",
+    "StudyConfig": "studies",
+    "StudyResult": "studies",
     "TrainConfig": "training",
     "TrainResult": "training",
     "WellposedError": "errors",
@@ -43,6 +48,7 @@ _HOMES = {
     "restore_skips": "skipless",
     "save": "recipes",
     "skips": "skipless",
+    "study": "studies",
     "train": "training",
 }
 

@@ -50,6 +50,7 @@ def _draw_lines(axes: Any, lines: Sequence[Line], x: str, y: str) -> None:
     for line in lines:
         axes.plot(line.x, line.y, color=line.colour, label=line.name, linewidth=1.8)
     axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
     axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
 
