@@ -7,8 +7,6 @@ from torch.nn import functional as F
 import wellposed as wp
 from wellposed.diagnosis import probe
 from wellposed.diagnosis.probe import token_cosine
-from wellposed.errors import InvalidArgumentError
-from wellposed.spectrum import condition_number, singular_values
 from zoo import IMAGE, convmixer, vit
 
 IMAGES = torch.randn(IMAGE, generator=torch.Generator().manual_seed(3))
@@ -65,28 +63,3 @@ def test_a_model_without_attention() -> None:
 def test_tokens_that_are_all_the_same() -> None:
     assert token_cosine(torch.ones(2, 5, 3)) == pytest.approx(1)
     assert token_cosine(torch.eye(4)[None]) == pytest.approx(0, abs=1e-12)
-
-
-def test_condition_numbers() -> None:
-    matrices = torch.randn(4, 7, 5, dtype=torch.float64)
-    torch.testing.assert_close(condition_number(matrices), torch.linalg.cond(matrices))
-    torch.testing.assert_close(singular_values(matrices), torch.linalg.svdvals(matrices))
-    deficient = torch.ones(3, 3)
-    assert condition_number(deficient) == torch.inf
-    assert condition_number(deficient, tol=0) > 1e7
-    assert condition_number(torch.diag(torch.tensor([1.0, 1e-3])), tol=0.01) == torch.inf
-    assert condition_number(torch.eye(3, dtype=torch.bfloat16)) == 1
-
-
-@pytest.mark.parametrize(
-    ("matrices", "message"),
-    [
-        (torch.ones(3), "expected"),
-        (torch.ones(0, 3, 3), "none of them 0"),
-        (torch.ones(3, 3, dtype=torch.int64), "floating-point"),
-        (torch.full((3, 3), torch.nan), "NaN or Inf"),
-    ],
-)
-def test_what_has_no_singular_values(matrices: torch.Tensor, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        singular_values(matrices)

@@ -1,4 +1,9 @@
 """Measures of matrices: pure functions on batches of them."""
 
 from wellposed.spectrum.measures import condition_number as condition_number
+from wellposed.spectrum.measures import effective_rank as effective_rank
+from wellposed.spectrum.measures import frobenius_norm as frobenius_norm
+from wellposed.spectrum.measures import product_singular_values as product_singular_values
 from wellposed.spectrum.measures import singular_values as singular_values
+from wellposed.spectrum.measures import spectral_norm as spectral_norm
+from wellposed.spectrum.measures import stable_rank as stable_rank
