@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from wellposed.skipless import cut_skips as cut_skips
     from wellposed.skipless import restore_skips as restore_skips
     from wellposed.skipless import skips as skips
+    from wellposed.spectrum import jacobian_spectrum as jacobian_spectrum
     from wellposed.studies import StudyConfig as StudyConfig
     from wellposed.studies import StudyResult as StudyResult
     from wellposed.studies import study as study
@@ -43,6 +44,7 @@ _HOMES = {
     "WellposedError": "errors",
     "condition_": "skipless",
     "cut_skips": "skipless",
+    "jacobian_spectrum": "spectrum",
     "load": "recipes",
     "recipe": "recipes",
     "restore_skips": "skipless",

@@ -1,5 +1,10 @@
 """Measures of matrices: pure functions on batches of them."""
 
+from wellposed.spectrum.attention import AttentionJacobian as AttentionJacobian
+from wellposed.spectrum.attention import attention_jacobian as attention_jacobian
+from wellposed.spectrum.attention import weyl_condition_bound as weyl_condition_bound
+from wellposed.spectrum.jacobian import JacobianSpectrum as JacobianSpectrum
+from wellposed.spectrum.jacobian import jacobian_spectrum as jacobian_spectrum
 from wellposed.spectrum.measures import condition_number as condition_number
 from wellposed.spectrum.measures import effective_rank as effective_rank
 from wellposed.spectrum.measures import frobenius_norm as frobenius_norm
