@@ -55,6 +55,18 @@ def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
         checkpoints.newest()
 
 
+def test_strangers_are_left_alone_and_leftovers_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "step-00000044.bak").mkdir()
+    (tmp_path / ".step-00000001.abcd.tmp").mkdir()
+    newest = written(checkpoints, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000044.bak"]
+    for text in ("[]", "{}", '{"state": 3}'):
+        (newest / "manifest.json").write_text(text)
+        with pytest.raises(RunError, match="no whole checkpoint"):
+            checkpoints.newest()
+
+
 def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     (written(checkpoints, 3) / "state").write_bytes(b"broken")

@@ -20,6 +20,8 @@ def test_files_say_what_python_says(tmp_path: Path) -> None:
     config = TrainConfig(data="digits", betas=(0.9, 0.95), model_args={"depth": 2, "qkv_bias": False}, out=Path("x"))
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     assert TrainConfig.load(tmp_path / "config.json") == config
+    (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict(), "commit": "abc"}))
+    assert TrainConfig.load(tmp_path / "run.json") == config
     (tmp_path / "config.toml").write_text(
         'data = "digits"\nbetas = [0.9, 0.95]\nout = "x"\n[model_args]\ndepth = 2\nqkv_bias = false\n'
     )
@@ -49,7 +51,7 @@ def test_mistakes_in_a_file_are_named(text: str, message: str, tmp_path: Path) -
     ("settings", "message"),
     [
         ({"epochs": 0}, "epochs=0: expected at least 1"),
-        ({"lr": -1.0}, "lr=-1.0: expected at least 0"),
+        ({"lr": -1.0}, "lr=-1.0: expected a finite number, at least 0"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ({"mixup": 1.5}, "mixup=1.5"),
         ({"ema": float("nan")}, "ema=nan"),
@@ -79,12 +81,24 @@ def test_presets_state_command_accuracy_and_time(
     text = (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
     stated = dict(re.findall(r"^# (command|accuracy|time) +(.+)$", text, re.MULTILINE))
     assert stated.keys() == {"command", "accuracy", "time"}
-    assert re.search(r"\d", stated["accuracy"])
+    assert re.search(r"\d+\.\d %", stated["accuracy"])
+    assert re.search(r"\d+ (seconds|minutes|hours)", stated["time"])
     TrainConfig.load(name).check()
     flags = shlex.split(stated["command"])
     monkeypatch.chdir(tmp_path)
     assert main(flags[flags.index("train") :]) == 2
     assert "there is no folder PATH" in capsys.readouterr().err
+
+
+def test_model_arguments_of_a_file_are_one_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.toml").write_text('data = "digits"\nepochs = 0\n[model_args]\ndepth = 2\nqkv_bias = false\n')
+    assert (
+        main(["train", "--config", str(tmp_path / "mine.toml"), "--model-args", "depth", "3", "act_layer", "relu"]) == 2
+    )
+    assert "epochs=0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--model-args", "depth"])
+    assert "expected pairs" in capsys.readouterr().err
 
 
 def test_there_are_presets() -> None:

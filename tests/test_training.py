@@ -1,5 +1,6 @@
 """Supervised training: it learns, resumes to the same bits, and stops with a reason."""
 
+import json
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import wellposed as wp
@@ -264,19 +266,112 @@ def test_a_finished_run_is_resumed_without_further_work(tmp_path: Path) -> None:
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    wp.train(small_config(tmp_path / "one", mixup=0.8, crop="pad", optimizer="soap"), quiet=True)
-    flags = small_flags(tmp_path / "two", "--mixup", "0.8", "--crop", "pad", "--optimizer", "soap")
-    launch = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    learning = {"model_args": {"depth": 2, "embed_dim": 48, "num_heads": 4}, "optimizer": "soap"}
+    learning |= {"skips": False, "init": "conditioned"}
+    wp.train(small_config(tmp_path / "one", mixup=0.8, crop="pad", **learning), quiet=True)
+    settings = small_config(tmp_path / "two", mixup=0.8, crop="pad", **learning).to_dict()
+    (tmp_path / "two.json").write_text(json.dumps(settings))
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     more = ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "wellposed"]
-    command, environment = [sys.executable, "-m", *launch, *more, *flags], os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launch, *more, "train", "--config", str(tmp_path / "two.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "2 x cpu" in done.stderr
     assert done.stderr.count("the model is in") == 1
     ours, theirs = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert [event["step"] for event in ours] == [event["step"] for event in theirs]
+    assert ours[-1]["loss"] < 0.95 * ours[0]["loss"]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+
+
+def test_killed_before_the_first_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wp.train(small_config(tmp_path / "whole"), quiet=True)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "config.json").write_text(json.dumps(config))
+    assert main(["train", "--resume", "--out", str(tmp_path / "killed")]) == 0
+    assert "beginning with the first step" in capsys.readouterr().err
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_killed_in_the_first_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event is written twice, neither an observation at the start nor a point of a curve."""
+    look = {"observe": lambda model: {"bias": model.head.bias.detach().sum().item()}, "quiet": True}
+    wp.train(small_config(tmp_path / "whole"), **look)
+    with at_step(monkeypatch, 13, crash), pytest.raises(CrashError):
+        wp.train(small_config(tmp_path / "broken"), **look)
+    wp.train(wp.TrainConfig(out=tmp_path / "broken", resume=True), **look)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    assert [event["step"] for event in read_journal(tmp_path / "broken", "observe")] == [0, 22, 44]
+    curves = EventAccumulator(str(tmp_path / "broken" / "tensorboard")).Reload()
+    assert [point.step for point in curves.Scalars("train/loss")] == [5, 10, 15, 20, 22, 25, 30, 35, 40, 44]
+
+
+def photographs(folder: Path, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val"):
+        for kind in ("cat", "dog"):
+            (folder / split / kind).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                pixels = torch.randint(0, 256, (16, 16, 3), dtype=torch.uint8, generator=generator)
+                Image.fromarray(pixels.numpy()).save(folder / split / kind / f"{i}.png")
+
+
+def test_a_folder_of_photographs_read_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photographs(tmp_path / "photos", 20)
+    settings = {"data": f"folder:{tmp_path / 'photos'}", "image_size": 16, "batch_size": 8, "workers": 1}
+    wp.train(small_config(tmp_path / "whole", **settings), quiet=True)
+    with at_step(monkeypatch, 7, crash), pytest.raises(CrashError):
+        wp.train(small_config(tmp_path / "broken", **settings, checkpoint_minutes=0.0), quiet=True)
+    moved = (tmp_path / "photos").rename(tmp_path / "moved")
+    data = {"data": f"folder:{moved}"}
+    wp.train(wp.TrainConfig(out=tmp_path / "broken", resume=True, workers=0, **data), quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    for path in (moved / "train" / "cat").glob("1*.png"):
+        path.unlink()
+    with pytest.raises(RunError, match="images=40, not 29"):
+        wp.train(wp.TrainConfig(out=tmp_path / "broken", resume=True, **data), quiet=True)
+
+
+def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Classification.train_step
+
+    def train_step(self: Classification, images: Any, targets: Any, number: int) -> Any:
+        reported = original(self, images, targets, number)
+        if number == 30:
+            with torch.no_grad():
+                self.model.get_parameter("blocks.0.attn.proj.weight")[0, 0] = torch.inf
+        return reported
+
+    monkeypatch.setattr(Classification, "train_step", train_step)
+    config = small_config(tmp_path / "run", checkpoint_minutes=0.0)
+    with pytest.raises(DivergedError, match=r"a weight of blocks\.0\.attn\.proj.*step-00000030"):
+        wp.train(config, quiet=True)
+    assert step_of(Checkpoints(tmp_path / "run" / "checkpoints").newest()[0]) == 30
+
+
+def test_a_disk_that_is_full_at_the_very_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wp.train(small_config(tmp_path / "whole", epochs=1), quiet=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = Classification.tested_model
+
+    def tested_model(self: Classification) -> Any:
+        if (tmp_path / "full" / "checkpoints" / "step-00000022").exists():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        return original(self)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Classification, "tested_model", tested_model)
+            with pytest.raises(RunError, match="cannot write to"):
+                wp.train(small_config(tmp_path / "full", epochs=1), quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    wp.train(wp.TrainConfig(out=tmp_path / "full", resume=True), quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "full")
 
 
 @pytest.mark.parametrize(
@@ -293,8 +388,16 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         (["--batch-size", "63", "--mixup", "1"], "batch_size=63"),
         (["--epochs", "0"], "epochs=0"),
         (["--lr", "nan"], "lr=nan"),
-        (["--device", "warp"], "device 'warp'"),
+        (["--device", "warp"], "device='warp'"),
         (["--resume"], "no run in"),
+        (["--lr", "inf"], "lr=inf"),
+        (["--warmup-epochs", "inf"], "warmup_epochs=inf"),
+        (["--betas", "1.5", "0.9"], "betas=(1.5, 0.9)"),
+        (["--device", "meta"], "device='meta'"),
+        (["--model", "vgg11", "--model-args"], "cannot be trained on images of shape (1, 8, 8)"),
+        (["--model-args", "num_heads", "0"], "cannot be built with"),
+        (["--model-args", "num_classes", "5"], "which the data decides"),
+        (["--model-args", "patch_size", "4"], "which --patch-size decides"),
         (["--model", "resnet18", "--no-skips", "--model-args"], "ResNet"),
         (["--model", "resnet18", "--patch-size", "2", "--model-args"], "is no ViT"),
     ],
@@ -315,11 +418,15 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     wp.train(small_config(out), quiet=True)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(small_flags(out)) == 2
-    assert "add --resume" in capsys.readouterr().err
+    assert f"--resume --out {out}" in capsys.readouterr().err
     assert main(small_flags(out, "--resume", "--lr", "0.5")) == 2
     assert "lr=0.5: the run in" in capsys.readouterr().err
     assert main(small_flags(out, "--resume", "--no-skips")) == 2
     assert "skips=False" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(out), "--epochs", "20"]) == 2  # the default, and not the run's
+    assert "epochs=20" in capsys.readouterr().err
+    assert main(["train", "--out", "x" * 300]) == 2
+    assert "cannot be used" in capsys.readouterr().err
     stranger = tmp_path / "thesis"
     stranger.mkdir()
     (stranger / "thesis.tex").write_text("mine")
@@ -336,10 +443,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     config.write_text(config.read_text().replace('"skips": true', '"skips": false'))
     assert main(["train", "--resume", "--out", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "belong to a model changed in another way" in said
+    assert "belongs to a run with skips=True, not False" in said
     config.write_text(config.read_text().replace('"skips": false', '"skips": true').replace('"depth": 2', '"depth": 3'))
     assert main(["train", "--resume", "--out", str(out)]) == 2
-    assert "do not fit" in capsys.readouterr().err
+    assert "model_args=" in capsys.readouterr().err
+    config.write_text(config.read_text().replace('"depth": 3', '"depth": 2').replace("adamw", "muon"))
+    assert main(["train", "--resume", "--out", str(out)]) == 2
+    assert "optimizer=adamw" in capsys.readouterr().err
     config.write_text("{}")
     assert main(["train", "--resume", "--out", str(out)]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err

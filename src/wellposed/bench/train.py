@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from wellposed.bench.table import Table
+from wellposed.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ class TrainBench:
         from wellposed.training.models import fitted_to_data
 
         device = device_named(self.device)
+        if self.windows < 1:
+            raise InvalidArgumentError(f"windows={self.windows}: expected at least 1")
         torch.manual_seed(self.seed)
         data = _random_images(self.image_size, self.batch_size, 10 * (self.windows + 3))
         config = TrainConfig(
@@ -113,7 +116,9 @@ class TrainBench:
         with TemporaryDirectory() as folder, repeatable(accelerator.device, wanted=config.repeatable):
             task = Classification(config, data, few, accelerator)
             nowhere = Display(visible=False)
-            Loop(task, Path(folder), accelerator, nowhere, epochs=1, log_every=10, checkpoint_minutes=60.0).run()
+            Loop(
+                task, Path(folder), accelerator, nowhere, epochs=1, log_every=10, checkpoint_minutes=60.0, identity={}
+            ).run()
             return median(event["images_per_second"] for event in read_journal(Path(folder), "train")[3:])
 
     def _loader_rate(self, data: "ImageSet", device: "torch.device") -> float:

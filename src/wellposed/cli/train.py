@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -10,10 +11,13 @@ from wellposed.training import TrainConfig
 
 
 def command(argv: Sequence[str]) -> Callable[..., None]:
-    """The command, its flags' defaults being those of the file or preset that `argv` names with --config."""
-    sources = [after for flag, after in pairwise(argv) if flag == "--config"]
-    sources += [flag.removeprefix("--config=") for flag in argv if flag.startswith("--config=")]
-    default = TrainConfig.load(sources[0]) if sources and argv[0] == "train" else TrainConfig()
+    """The command; its flags default to what the preset, the file or the run that `argv` names has for them."""
+    resumes = argv[:1] == ["train"] and "--resume" in argv
+    default = TrainConfig()
+    if argv[:1] == ["train"] and (sources := _values(argv, "--config")):
+        default = TrainConfig.load(sources[-1])
+    if resumes and (folders := _values(argv, "--out")):
+        default = TrainConfig.of_run(Path(folders[-1]))
 
     def train(
         options: TrainConfig = default,
@@ -27,6 +31,13 @@ def command(argv: Sequence[str]) -> Callable[..., None]:
         """
         from wellposed.training import train as run
 
-        run(options)
+        given = [name for name, value in vars(options).items() if value != getattr(default, name)]
+        run(options, given=[*given, "out", "resume"] if resumes else None)
 
     return train
+
+
+def _values(argv: Sequence[str], flag: str) -> list[str]:
+    """What follows each `flag` in `argv`, as its own word or after an equals sign."""
+    following = [after for word, after in pairwise(argv) if word == flag]
+    return following + [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]

@@ -33,7 +33,8 @@ def await_server() -> None:
 
 def settle(worker: int) -> None:
     """What a worker does first; torch's own watch over the parent sees the server, which lives as long as workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides, and they end with it
+        signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -66,7 +66,7 @@ def read_digits(split: str) -> ImageSet:
 
 def _existing(spec: str, path: str) -> Path:
     if not path:
-        raise DataError(f"data={spec!r}: this set lies on disk; say where, as in {spec}:PATH")
+        raise DataError(f"data={spec!r}: this set lies on disk; say where, as in {spec.partition(':')[0]}:PATH")
     if not Path(path).is_dir():
         raise DataError(f"data={spec!r}: there is no folder {path}")
     return Path(path)

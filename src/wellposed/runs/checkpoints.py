@@ -1,5 +1,6 @@
 """The checkpoints of a run: a folder each, there as a whole or not at all."""
 
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Every checkpoint, the newest first, whether it can be read or not."""
-        return sorted(self.folder.glob("step-*"), key=step_of, reverse=True)
+        found = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+        return sorted(found, key=step_of, reverse=True)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
         """Yield an empty folder to fill; afterwards it is the checkpoint of `step`, after an error it is gone."""
         target = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".{target.name}.{token_hex(4)}.tmp"
+        for left in self.folder.glob(".step-*.tmp"):  # by a run that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
             yield temporary
@@ -70,6 +74,8 @@ def _damage(checkpoint: Path) -> str | None:
     try:
         manifest = loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, expected in manifest.items() if _fingerprint(checkpoint / name) != expected]
-    except (OSError, JSONDecodeError, UnicodeDecodeError) as error:
+        if not manifest:
+            return f"has an empty {_MANIFEST}"
+    except (OSError, JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
         return f"cannot be read ({error})"
     return f"is damaged: {', '.join(wrong)} was changed or cut short after it was written" if wrong else None

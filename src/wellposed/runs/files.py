@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from wellposed.errors import RunError
+
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -24,6 +26,21 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raise RunError, with advice, where a run cannot be written; safetensors and torch have errors of their own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f"cannot write to {folder} ({reason}). Make room, or choose another --out; a run that has begun goes on "
+            f"with --resume --out {folder}"
+        ) from error
 
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:

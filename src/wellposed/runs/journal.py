@@ -6,6 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from wellposed.errors import RunError
+
 
 class Journal:
     """The metrics of the run in `folder`, written as they come.
@@ -13,16 +15,16 @@ class Journal:
     Args:
         folder: of the run; `metrics.jsonl` and `tensorboard/` are made in it.
         length: bytes of `metrics.jsonl` to keep; what a run that is taken up again wrote after its checkpoint goes.
-        step: the step of that checkpoint.
+        step: the step of that checkpoint; None for a new run.
     """
 
-    def __init__(self, folder: Path, *, length: int = 0, step: int = 0) -> None:
+    def __init__(self, folder: Path, *, length: int = 0, step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._file: IO[bytes] = (folder / "metrics.jsonl").open("ab")
         self._file.truncate(min(length, self._file.tell()))
         self._file.seek(0, SEEK_END)
-        self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=None if step is None else step + 1)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Add an event; its numbers become points of curves named event/name."""
@@ -46,9 +48,9 @@ class Journal:
         try:
             self._file.close()
             self._curves.close()
-        except OSError:
+        except OSError as problem:
             if error is None:  # otherwise the disk that is full has been reported
-                raise
+                raise RunError(f"cannot write {self._file.name} to its end: {problem}") from problem
 
 
 def read_journal(folder: Path, event: str | None = None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.training import TrainConfig
+from wellposed.training.config import ModelArgs
 
 KINDS = ("skip", "skipless", "conditioned")
 NAMES = {
@@ -37,7 +38,7 @@ class StudyConfig:
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
     """Name of a timm ViT."""
-    model_args: dict[str, bool | int | float | str] | None = None
+    model_args: ModelArgs | None = None
     """Arguments of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 for digits, none for other sets."""
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""

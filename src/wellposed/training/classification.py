@@ -100,6 +100,9 @@ class Classification:
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the test set, of the averaged weights where there are any."""
         model = self.tested_model().eval()
+        if self._accelerator.num_processes > 1:  # BatchNorm's: what is tested is what the first process saves
+            for buffer in [*self.model.buffers(), *model.buffers()]:
+                torch.distributed.broadcast(buffer, 0)
         sums = torch.zeros(3, dtype=torch.float64, device=self._accelerator.device)
         for images, labels in self._test:
             with self._autocast():

@@ -2,17 +2,42 @@
 
 import difflib
 import json
+import math
+import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from wellposed.errors import InvalidArgumentError
+from tyro.constructors import PrimitiveConstructorSpec
+
+from wellposed.errors import InvalidArgumentError, RunError
 
 PRESETS = Path(__file__).parent / "presets"
-# Fields in which a run may differ from the one it goes on with: they do not change its numbers.
-_FREE = {"out", "resume", "device", "compile", "workers", "checkpoint_minutes"}
+RUN_CONFIG = "config.json"
+# Fields in which a run may differ from the one it goes on with: where, how fast and how safely, not what it trains.
+FREE = {"data", "out", "resume", "device", "compile", "workers", "checkpoint_minutes"}
+
+ModelArgs = Annotated[
+    dict[str, bool | int | float | str],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[NAME VALUE ...]",
+        instance_from_str=lambda words: _paired(words),  # noqa: PLW0108, it is defined below
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [str(word) for pair in value.items() for word in pair],
+    ),
+]
+"""Arguments for timm.create_model; one flag on the command line, whatever its default holds."""
+
+_DECIDED = dict.fromkeys(("in_chans", "num_classes"), "the data") | {
+    "img_size": "the data, or --image-size",
+    "patch_size": "--patch-size",
+    "global_pool": "--pool",
+    "pretrained": "this training, which starts from scratch,",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +80,7 @@ class TrainConfig:
     """For sets without a size of their own: shapes (32 if None) and folder (224)."""
     pool: Literal["avg", "token"] = "avg"
     """What a ViT's head sees: the mean of the patch tokens, or the class token."""
-    model_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    model_args: ModelArgs = field(default_factory=dict)
     """Further arguments of timm.create_model, such as depth 6 embed_dim 64 num_heads 4."""
     alpha: float = 2.0
     """Weight of the random part of W_Q W_K^T in the conditioned initialization."""
@@ -116,12 +141,18 @@ class TrainConfig:
         for name in ("patch_size", "image_size"):
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("lr", "weight_decay", "warmup_epochs", "clip", "workers", "checkpoint_minutes", "seed"):
-            _require(self, name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
+            _require(self, name, 0 <= (getattr(self, name) or 0) < math.inf, "a finite number, at least 0")
+        _require(self, "lr", (self.lr or 0) <= 1e30, "at most 1e30")
+        _require(self, "betas", all(0 <= beta < 1 for beta in self.betas or ()), "two numbers in [0, 1)")
         for name in ("label_smoothing", "ema"):
             _require(self, name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
         for name in ("geometry", "colour", "erase", "mixup", "cutmix"):
             _require(self, name, 0 <= getattr(self, name) <= 1, "a number in [0, 1]")
         _require(self, "seed", self.seed < 2**63, "less than 2^63")
+        _require(self, "device", re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device), "auto, cpu, cuda or cuda:1")
+        for name in self.model_args:
+            if name in _DECIDED:
+                raise InvalidArgumentError(f"model_args has {name!r}, which {_DECIDED[name]} decides; leave it out")
 
     @property
     def folder(self) -> Path:
@@ -149,9 +180,24 @@ class TrainConfig:
         return cls.from_dict(found, str(source))
 
     @classmethod
+    def of_run(cls, out: Path | None) -> Self:
+        """The configuration of the run in the folder `out`."""
+        if out is None:
+            raise RunError("resume: say which run to go on with, as in --resume --out runs/mine")
+        path = out / RUN_CONFIG
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
+        except FileNotFoundError as error:
+            raise RunError(f"there is no run in {out} to resume; leave out --resume to start one") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} cannot be read ({error}); put it back, or start another run") from error
+
+    @classmethod
     def from_dict(cls, found: Any, source: str) -> Self:
         """The configuration that `found`, read from `source`, describes."""
         names = [known.name for known in fields(cls)]
+        if isinstance(found, dict) and isinstance(found.get("config"), dict):  # a run's own file
+            found = found["config"]
         if not isinstance(found, dict):
             raise InvalidArgumentError(f"{source} holds a {type(found).__name__}, expected fields such as epochs = 20")
         for name in found:
@@ -165,23 +211,42 @@ class TrainConfig:
         """Every field, as JSON holds it."""
         return json.loads(json.dumps(asdict(self), default=str))
 
-    def resumed_from(self, stored: Self) -> Self:
-        """`stored`, with the fields of this one that do not change a run's numbers.
+    def resumed_from(self, stored: Self, given: Collection[str] | None = None) -> Self:
+        """`stored`, with those fields of this one that may differ; another value of any other field is refused.
 
-        Fields left at their default mean those of the run; another value than the run's is refused.
+        Args:
+            stored: the configuration of the run to go on with.
+            given: the fields that were given here; if None, those that differ from their default.
         """
         default = type(self)()
-        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        for name, value in given.items():
-            if name not in _FREE and value != getattr(stored, name):
+        if given is None:
+            given = [name for name, value in vars(self).items() if value != getattr(default, name)]
+        for name in given:
+            if name not in FREE and getattr(self, name) != getattr(stored, name):
                 raise InvalidArgumentError(
-                    f"{name}={value}: the run in {self.out} was started with {getattr(stored, name)}; "
+                    f"{name}={getattr(self, name)}: the run in {self.out} was started with {getattr(stored, name)}; "
                     f"resume it without that flag, or start another run in another --out"
                 )
-        return replace(stored, **{name: value for name, value in given.items() if name in _FREE})
+        return replace(stored, **{name: getattr(self, name) for name in given if name in FREE})
 
 
-def _require(config: TrainConfig, name: str, valid: bool, expected: str) -> None:
+def _paired(words: list[str]) -> dict[str, bool | int | float | str]:
+    """NAME VALUE NAME VALUE ... as a dictionary, values as Python would read them."""
+    if len(words) % 2:
+        raise ValueError(f"{' '.join(words)!r}: expected pairs such as depth 6 embed_dim 64")
+    return {name: _literal(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _literal(word: str) -> bool | int | float | str:
+    for read in (int, float):
+        try:
+            return read(word)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def _require(config: TrainConfig, name: str, valid: object, expected: str) -> None:
     if not valid:
         raise InvalidArgumentError(f"{name}={getattr(config, name)!r}: expected {expected}")
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellposed.errors import InvalidArgumentError
+
 _OMP_PAUSE_SOFT = 1
 
 
@@ -78,17 +80,20 @@ def repeatable(device: torch.device, *, wanted: bool = True) -> Iterator[None]:
 def is_repeatable(model: nn.Module, images: Tensor) -> bool:
     """Whether torch has repeatable kernels for all that `model` does; where not, it is told to make do without.
 
-    To be called within `repeatable`. On a GPU one forward and backward pass in eval mode tells; nothing is left of it.
+    To be called within `repeatable`, before anything depends on the model: one forward and backward pass in eval mode
+    tells, and nothing is left of it. A model that cannot take the images raises InvalidArgumentError.
     """
-    if not torch.are_deterministic_algorithms_enabled():
-        return True
     try:
         model.eval()(images).float().sum().backward()
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        return False
+    except Exception as error:
+        if torch.are_deterministic_algorithms_enabled() and "deterministic" in str(error):
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            return False
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidArgumentError(
+            f"the model cannot be trained on images of shape {tuple(images.shape[1:])} ({reason}); "
+            "choose another --model, --image-size or --model-args"
+        ) from error
     finally:
         model.zero_grad()
         model.train()

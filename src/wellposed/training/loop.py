@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from wellposed.data import Loader
 from wellposed.errors import DivergedError, RunError
-from wellposed.runs import Checkpoints, Journal, step_of
+from wellposed.runs import Checkpoints, Journal, step_of, writing_to
 from wellposed.training.display import Display
 from wellposed.training.guards import FirstFailure, Interrupts
 
@@ -70,6 +69,7 @@ class Loop:
         epochs: int,
         log_every: int,
         checkpoint_minutes: float,
+        identity: dict[str, Any],
         observe: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.task, self.out, self.accelerator, self.display = task, out, accelerator, display
@@ -77,7 +77,9 @@ class Loop:
         self.checkpoints, self._observe = Checkpoints(out / "checkpoints"), observe
         self.step, self.seconds, self.results = 0, 0.0, dict[str, float]()
         self._pending: list[dict[str, Tensor]] = []
+        self._identity = {**identity, "device": accelerator.device.type}
         self._journal: Journal | None = None
+        self._is_resumed = False
         self._journal_length = 0
         self._mark = self._saved = time.perf_counter()
 
@@ -87,11 +89,15 @@ class Loop:
         return self.step // len(self.task.loader)
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint of the run."""
+        """Go on from the newest whole checkpoint of the run, or begin where it never got to write one."""
+        if not self.checkpoints.all():
+            self.display.say(f"there is no checkpoint in {self.out} yet: beginning with the first step")
+            return
         path, complaints = self.checkpoints.newest()
         for complaint in complaints:
             self.display.say(f"{complaint}; using {path.name} instead")
         self._load(path)
+        self._is_resumed = True
         self.display.say(f"going on after step {self.step} (epoch {self.epoch})")
 
     def run(self) -> dict[str, float]:
@@ -99,7 +105,7 @@ class Loop:
         steps = self.epochs * len(self.task.loader)
         with Interrupts() as interrupts, self._journal_open(), self.display.progress(steps, self.step):
             self._mark = self._saved = time.perf_counter()
-            if self.step == 0:
+            if not self._is_resumed:
                 self._look()
                 self._checkpoint()
             while self.step < steps:
@@ -173,7 +179,7 @@ class Loop:
 
     def _report(self, event: str, **values: Any) -> None:
         if self._journal is not None:
-            with self._disk():
+            with writing_to(self.out):
                 self._journal.write(event, self.step, epoch=self.step / len(self.task.loader), **values)
 
     @contextmanager
@@ -181,8 +187,8 @@ class Loop:
         if not self.accelerator.is_main_process:
             yield
             return
-        with self._disk():
-            journal = Journal(self.out, length=self._journal_length, step=self.step)
+        with writing_to(self.out):
+            journal = Journal(self.out, length=self._journal_length, step=self.step if self._is_resumed else None)
         with journal as self._journal:
             yield
 
@@ -191,10 +197,14 @@ class Loop:
         start = time.perf_counter()
         if self._pending:
             self._read()
+        norms = torch.stack(torch._foreach_norm([param.detach() for param in self.task.model.parameters()]))
+        if not norms.isfinite().all():
+            self._explain(self.step)
         random = gather_object([self._random_state()])
         if self._journal is not None:
             state = {
                 "step": self.step,
+                "identity": self._identity,
                 "seconds": self.seconds,
                 "journal_length": self._journal.length(),
                 "pending": self._pending,
@@ -202,7 +212,7 @@ class Loop:
                 "random": random,
                 "task": self.task.state_dict(),
             }
-            with self._disk(), self.checkpoints.writing(self.step) as folder:
+            with writing_to(self.out), self.checkpoints.writing(self.step) as folder:
                 self.task.save_weights(folder)
                 torch.save(state, folder / _STATE)
         self.accelerator.wait_for_everyone()
@@ -210,14 +220,22 @@ class Loop:
         self._mark += self._saved - start  # writing is no part of the speed that is reported
 
     def _load(self, path: Path) -> None:
-        self.task.load_weights(path)
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        for name, value in self._identity.items():
+            if state["identity"].get(name) != value:
+                raise RunError(
+                    f"{path} belongs to a run with {name}={state['identity'].get(name)}, not {value}: "
+                    "give it the data, the settings and the kind of device it was started with"
+                )
+        self.task.load_weights(path)
         device = self.accelerator.device
         self.step, self.seconds, self.results = state["step"], state["seconds"], state["results"]
         self._journal_length = state["journal_length"]
         self._pending = [{name: value.to(device) for name, value in values.items()} for values in state["pending"]]
         self.task.load_state_dict(state["task"])
-        if len(state["random"]) == self.accelerator.num_processes:
+        if len(state["random"]) != self.accelerator.num_processes:
+            self.display.say(f"the run had {len(state['random'])} processes: dropout will not repeat its numbers")
+        else:
             self._set_random_state(state["random"][self.accelerator.process_index])
 
     def _explain(self, bad: int) -> None:
@@ -240,18 +258,6 @@ class Loop:
             f"{path} is the last good checkpoint, after step {step_of(path)}. "
             "Start again in another --out with a lower --lr or a longer --warmup-epochs"
         )
-
-    @contextmanager
-    def _disk(self) -> Iterator[None]:
-        """Say what to do where the run cannot be written; safetensors and torch have errors of their own for it."""
-        try:
-            yield
-        except (OSError, SafetensorError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise RunError(
-                f"cannot write to {self.out} ({reason}). Make room, then go on from the last good checkpoint "
-                f"with --resume --out {self.out}"
-            ) from error
 
     def _random_state(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}

@@ -1,6 +1,7 @@
 """The model a run trains: a timm model made for the data, its skips cut and its weights conditioned as asked."""
 
 import difflib
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ def model_arguments(config: TrainConfig, data: Dataset) -> dict[str, Any]:
     sketch = _sketch(config.model)
     if isinstance(sketch, VisionTransformer):
         arguments |= {"patch_size": config.patch_size, "global_pool": config.pool}
-    if hasattr(getattr(sketch, "patch_embed", None), "img_size"):
+    if "img_size" in inspect.signature(type(sketch).__init__).parameters:
         arguments["img_size"] = data.image_shape[-1]
     return arguments | config.model_args
 
@@ -77,8 +78,8 @@ def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
     arguments = model_arguments(config, data)
     try:
         model: nn.Module = timm.create_model(config.model, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise InvalidArgumentError(f"{config.model} cannot be built with {arguments}: {error}") from error
+    except Exception as error:  # timm raises of every kind
+        raise InvalidArgumentError(f"{config.model} cannot be built with {arguments}: {error!r}") from error
     if not config.skips:
         cut_skips(model)
     if config.init == "conditioned":

@@ -1,7 +1,6 @@
 """Supervised training: a model, with or without skips, learns to classify images."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +13,16 @@ from wellposed.data import Dataset, open_data
 from wellposed.errors import RunError
 from wellposed.optim import BETAS, LEARNING_RATES
 from wellposed.recipes import write
-from wellposed.runs import provenance, write_json
+from wellposed.runs import provenance, write_json, writing_to
 from wellposed.training.accelerators import make_accelerator
 from wellposed.training.classification import Classification
-from wellposed.training.config import TrainConfig
+from wellposed.training.config import FREE, RUN_CONFIG, TrainConfig
 from wellposed.training.display import Display
 from wellposed.training.guards import flushed_denormals, repeatable
 from wellposed.training.loop import Loop
 from wellposed.training.models import fitted_to_data
 
-_CONFIG, _RESULT = "config.json", "result.json"
+_RESULT = "result.json"
 # What suits a set where the configuration does not say: the crop, and whether mirrored images are of the same class.
 _USUAL_AUGMENTATION: dict[str, tuple[Literal["none", "pad", "resize"], bool]] = {
     "digits": ("none", False),
@@ -47,7 +46,11 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, *, quiet: bool = False, observe: Callable[[nn.Module], dict[str, Any]] | None = None
+    config: TrainConfig,
+    *,
+    quiet: bool = False,
+    observe: Callable[[nn.Module], dict[str, Any]] | None = None,
+    given: Collection[str] | None = None,
 ) -> TrainResult:
     """Train as `config` says, or go on with the run in `config.out` if it says `resume`.
 
@@ -60,6 +63,8 @@ def train(
         quiet: show nothing while training.
         observe: called with the model before the first step and after every epoch; what it returns, JSON-able, goes
             into the metrics as an "observe" event.
+        given: where it resumes, the fields of `config` that must be the run's, or override its own; if None, those that
+            differ from their default.
 
     Raises:
         DivergedError: the loss is no longer finite; the last good checkpoint stays.
@@ -69,7 +74,7 @@ def train(
     config.check()
     with flushed_denormals():
         if config.resume:
-            config = config.resumed_from(_stored_config(config))
+            config = config.resumed_from(TrainConfig.of_run(config.out), given)
             config.check()
         data, test = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
         config = _resolved(config, data)
@@ -91,18 +96,21 @@ def train(
                 epochs=config.epochs,
                 log_every=config.log_every,
                 checkpoint_minutes=config.checkpoint_minutes,
+                identity=_identity(config, data),
                 observe=None if observe is None else lambda: task.observed(observe),
             )
             facts = {"config": config.to_dict(), **provenance(accelerator.device, seed=config.seed)}
             if config.resume:
                 loop.resume()
             elif accelerator.is_main_process:
-                write_json(out / _CONFIG, facts)
+                with writing_to(out):
+                    write_json(out / RUN_CONFIG, facts)
             results = loop.run()
             model = task.tested_model().eval()
             if accelerator.is_main_process:
-                write(model, out, task.header)
-                write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
+                with writing_to(out):
+                    write(model, out, task.header)
+                    write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
             accelerator.wait_for_everyone()
     display.say(f"accuracy {100 * results['accuracy']:.2f} % after {loop.seconds:.0f} s; the model is in {out}")
     return TrainResult(results["accuracy"], results["loss"], loop.seconds, out, model)
@@ -122,28 +130,24 @@ def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
     )
 
 
-def _stored_config(config: TrainConfig) -> TrainConfig:
-    """That of the run to go on with."""
-    if config.out is None:
-        raise RunError("resume: say which run to go on with, as in --resume --out runs/mine")
-    path = config.out / _CONFIG
-    try:
-        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["config"], str(path))
-    except FileNotFoundError as error:
-        raise RunError(f"there is no run in {config.out} to resume; leave out --resume to start one") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} cannot be read ({error}); put it back, or start another run") from error
-
-
 def _free_folder(config: TrainConfig) -> Path:
     """The folder of the run, which must not hold another one."""
     out = config.folder
-    if out.exists() and not out.is_dir():
-        raise RunError(f"out={out} is a file; expected a folder, or a name that is free")
-    if not config.resume and out.is_dir() and any(out.iterdir()):
-        advice = "add --resume to go on with it" if (out / _CONFIG).exists() else "it is not empty"
-        raise RunError(f"out={out} holds something already: {advice}, or choose another --out")
+    try:
+        if out.exists() and not out.is_dir():
+            raise RunError(f"out={out} is a file; expected a folder, or a name that is free")
+        if not config.resume and out.is_dir() and any(out.iterdir()):
+            advice = f"go on with it by --resume --out {out}" if (out / RUN_CONFIG).exists() else "it is not empty"
+            raise RunError(f"out={out} holds something already: {advice}, or choose another --out")
+    except OSError as error:
+        raise RunError(f"out={out} cannot be used ({error}); choose another --out") from error
     return out
+
+
+def _identity(config: TrainConfig, data: Dataset) -> dict[str, Any]:
+    """What must be the same when a run goes on: all settings that its numbers depend on, and the size of the set."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    return {**settings, "data": data.name, "images": len(data)}
 
 
 def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerator: Accelerator) -> str:
