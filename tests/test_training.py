@@ -285,7 +285,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     assert done.stderr.count("the model is in") == 1
     ours, theirs = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert [event["step"] for event in ours] == [event["step"] for event in theirs]
-    assert ours[-1]["loss"] < 0.9 * ours[0]["loss"]
+    assert ours[-1]["loss"] < 0.95 * ours[0]["loss"]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
