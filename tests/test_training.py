@@ -266,12 +266,8 @@ def test_a_finished_run_is_resumed_without_further_work(tmp_path: Path) -> None:
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    learning = {
-        "model_args": {"depth": 2, "embed_dim": 48, "num_heads": 4},
-        "optimizer": "soap",
-        "lr": 0.01,
-        "epochs": 4,
-    }
+    # AdamW: where a first gradient's factors are of low rank, SOAP's bases follow the rounding.
+    learning = {"model_args": {"depth": 2, "embed_dim": 48, "num_heads": 4}, "lr": 3e-3, "epochs": 4}
     wp.train(small_config(tmp_path / "one", mixup=0.8, crop="pad", **learning), quiet=True)
     settings = small_config(tmp_path / "two", mixup=0.8, crop="pad", **learning).to_dict()
     (tmp_path / "two.json").write_text(json.dumps(settings))
@@ -285,9 +281,9 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     assert done.stderr.count("the model is in") == 1
     ours, theirs = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert [event["step"] for event in ours] == [event["step"] for event in theirs]
-    assert ours[-1]["loss"] < 0.95 * ours[0]["loss"]
+    assert ours[-1]["loss"] < 0.98 * ours[0]["loss"]
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=2e-3)
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
 
 
