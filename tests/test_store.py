@@ -28,6 +28,7 @@ def test_round_trip(specimen: Specimen, dtype: torch.dtype, tmp_path: Path) -> N
         wp.condition_(model)
     model = model.to(dtype).eval()
     assert wp.save(model, tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    assert len({path.stat().st_mode for path in (tmp_path / "new" / "folder").iterdir()}) == 1
     loaded = wp.load(tmp_path / "new" / "folder")
     assert not loaded.training
     assert classes(loaded) == classes(model)

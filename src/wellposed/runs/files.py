@@ -21,7 +21,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch()
+        permissions = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(permissions)  # those that files have here: safetensors makes its own more private
         _flush_to_disk(temporary)
         temporary.replace(target)
     finally:
