@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import wellposed as wp
 from wellposed.diagnosis import probe
-from wellposed.diagnosis.probe import token_cosine
+from wellposed.diagnosis.probe import mean_cosine
 from zoo import IMAGE, convmixer, vit
 
 IMAGES = torch.randn(IMAGE, generator=torch.Generator().manual_seed(3))
@@ -31,6 +31,8 @@ def test_against_the_definitions() -> None:
             F.cosine_similarity(a, b, dim=0) for t in x for i, a in enumerate(t) for j, b in enumerate(t) if i != j
         ]
         assert state.token_cosine == pytest.approx(float(torch.stack(cosines).mean()), rel=1e-4)
+        first, second = x.mean(1)
+        assert state.image_difference == pytest.approx(1 - float(F.cosine_similarity(first, second, dim=0)), rel=1e-4)
         norm = torch.stack([param.grad.norm() for param in block.parameters()]).norm()
         assert state.gradient_norm == pytest.approx(float(norm), rel=1e-4)
 
@@ -61,5 +63,5 @@ def test_a_model_without_attention() -> None:
 
 
 def test_tokens_that_are_all_the_same() -> None:
-    assert token_cosine(torch.ones(2, 5, 3)) == pytest.approx(1)
-    assert token_cosine(torch.eye(4)[None]) == pytest.approx(0, abs=1e-12)
+    assert mean_cosine(torch.ones(2, 5, 3)) == pytest.approx(1)
+    assert mean_cosine(torch.eye(4)[None]) == pytest.approx(0, abs=1e-12)

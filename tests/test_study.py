@@ -4,15 +4,23 @@ import html
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from small_runs import small_config
 from wellposed.cli import main
+from wellposed.data import DeviceLoader, make_shapes
+from wellposed.runs import Checkpoints, read_journal, step_of
 from wellposed.studies import StudyConfig
-from wellposed.studies.config import Cell
-from wellposed.studies.running import Outcome
+from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell
+from wellposed.studies.pictures import _lines
+from wellposed.studies.running import Outcome, probed_images, run_cell
 from wellposed.studies.skips import StudyResult, lead
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -44,8 +52,8 @@ def test_the_page_holds_the_numbers(small_study: Path) -> None:
     text = html.unescape((small_study / "report.html").read_text(encoding="utf-8"))
     for path in (small_study / "runs").iterdir():
         assert f"<td>{100 * json.loads((path / 'result.json').read_text())['accuracy']:.1f}</td>" in text
-    assert text.count("<svg") == 4 + 4 + 6 + 6 + 3 * 7
-    assert "* commit" not in text
+    assert text.count("<svg") == 4 + 5 + 4 + 6 + 6 + 3 * 7
+    assert "wellposed" in text[text.index("How to get these numbers again") :]
     assert (small_study / "accuracy.png").stat().st_size > 10_000
 
 
@@ -80,7 +88,10 @@ def test_the_same_command_goes_on_and_another_is_refused(
         (["--patch-size", "3"], "divide into"),
         (["--seeds", "0"], "seeds=0"),
         (["--epochs", "0"], "epochs=0"),
-        (["--device", "warp"], "device 'warp'"),
+        (["--device", "warp"], "device='warp'"),
+        (["--alpha", "nan"], "alpha=nan"),
+        (["--batch-size", "5000"], "batch_size=5000"),
+        (["--lr-skip-adamw", "inf"], "lr=inf"),
     ],
 )
 def test_bad_input_writes_nothing(
@@ -99,27 +110,76 @@ def result_with(accuracies: dict[tuple[str, str], list[float | None]]) -> StudyR
         for (kind, optimizer), values in accuracies.items()
         for seed, value in enumerate(values)
     ]
-    return StudyResult(tuple(outcomes), Path("report.html"), {})
+    seeds = max(len(values) for values in accuracies.values())
+    return StudyResult(StudyConfig(seeds=seeds), tuple(outcomes), Path("report.html"), {})
 
 
 def test_the_words_follow_the_numbers() -> None:
     good = {("skip", "adamw"): [0.5, 0.7], ("skip", "soap"): [0.9, 0.8], ("skipless", "adamw"): [0.1, 0.1]}
-    good |= {
-        ("skipless", "soap"): [None, 0.2],
-        ("conditioned", "adamw"): [0.6, 0.6],
-        ("conditioned", "soap"): [0.75, 0.85],
-    }
+    good |= {("skipless", "soap"): [None, 0.2], ("conditioned", "adamw"): [0.6, 0.6]}
+    good |= {("conditioned", "soap"): [0.75, 0.85]}
     result = result_with(good)
-    assert "reaches 85.0 %" in lead(result)
-    assert "no further than 20.0 %" in lead(result)
+    assert "connections it reaches 85.0 %" in lead(result)
+    assert "initialization gets to 20.0 %" in lead(result)
     assert "reaches 80.0 %." in lead(result)
     assert result.rows()[0] == ("with skips", "60.0 (50.0 to 70.0)", "85.0 (80.0 to 90.0)")
-    assert result.rows()[1][2] == "20.0"
-    assert "made no difference" in lead(result_with(good | {("skipless", "adamw"): [0.8, 0.8]}))
-    assert result_with({key: [None] for key in good}).rows()[2] == (
-        "skipless, conditioned initialization",
-        *["diverged"] * 2,
-    )
+    assert result.rows()[1][2] == "20.0, 1 diverged"
+    assert "as far as by default" in lead(result_with(good | {("skipless", "adamw"): [0.8, 0.8]}))
+    assert "less far than by default" in lead(result_with(good | {("skipless", "adamw"): [0.9, 0.9]}))
+    lost = result_with({key: [None] for key in good})
+    assert lost.rows()[2][1:] == ("diverged", "diverged")
+    assert "it diverges" in lead(lost)
+
+
+def test_each_curve_is_that_of_its_own_run(small_study: Path) -> None:
+    config = StudyConfig(model_args={"embed_dim": 16, "depth": 2, "num_heads": 2}, epochs=1, out=small_study)
+    for optimizer in OPTIMIZERS:
+        for kind, line in zip(KINDS, _lines(config, optimizer, "train", "loss"), strict=True):
+            events = read_journal(small_study / "runs" / f"{kind}-{optimizer}-0", "train")
+            assert list(line.y) == [event["loss"] for event in events]
+            assert line.name == NAMES[kind]
+
+
+def test_images_are_probed_as_they_are_trained_on() -> None:
+    train, test = make_shapes(40, 16, seed=0), make_shapes(50, 16, seed=1)
+    images, labels = probed_images(train, test)
+    loader = DeviceLoader(test, 50, shuffle=False, mean=DeviceLoader(train, 1).mean, std=DeviceLoader(train, 1).std)
+    everything, all_labels = next(iter(loader))
+    assert torch.equal(images[0], everything[0])
+    torch.testing.assert_close(images[-1], everything[-1])
+    assert labels[-1] == all_labels[-1]
+
+
+def test_a_run_that_diverges_is_an_outcome(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", lr=1e20, clip=0.0, warmup_epochs=0.0, weight_decay=0.0, optimizer="muon")
+    outcome = run_cell(config, Cell("skip", "adamw", 0))
+    assert outcome.accuracy is None
+    assert re.search(r"not finite at step \d+ \(epoch \d\.\d\d\): it begins with", str(outcome))
+
+
+def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, flags = tmp_path / "study", [*FLAGS, "--epochs", "12"]
+    command = [sys.executable, "-m", "wellposed", "study", *flags, "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    first, second = (Checkpoints(out / "runs" / f"{kind}-adamw-0" / "checkpoints") for kind in KINDS[:2])
+    deadline = time.monotonic() + 120
+    while not (first.all() and second.all() and step_of(first.all()[0]) >= 22):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert main(["study", *flags, "--out", str(out)]) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in (out / "runs").iterdir()) == ["skip-adamw-0", "skipless-adamw-0"]
+    stopped = step_of(first.all()[0])
+    assert main(["study", *flags, "--out", str(out)]) == 0
+    steps = [event["step"] for event in read_journal(out / "runs" / "skip-adamw-0", "train")]
+    assert steps == sorted(set(steps))
+    assert stopped <= steps[-1] == 12 * 22
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

@@ -14,9 +14,10 @@ from typing import Final
 CONTEXT: Final = "forkserver"
 
 
-def start_server() -> None:
+def start_server(*modules: str) -> None:
     """Start the server, unless it runs, so that it imports what workers need while this process goes on."""
-    forkserver.set_forkserver_preload(["wellposed.data", "torchvision.datasets", "torchvision.transforms.v2"])
+    preloaded = ["wellposed.data", "torchvision.datasets", "torchvision.transforms.v2", *modules]
+    forkserver.set_forkserver_preload(preloaded)
     resource_tracker.ensure_running()  # left to the line below that starts the server, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server and its forks inherit this
     try:
@@ -35,10 +36,15 @@ def settle(worker: int) -> None:
     """What a worker does first; torch's own watch over the parent sees the server, which lives as long as workers."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides, and they end with it
         signal.signal(number, signal.SIG_IGN)
-    Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process as soon as the one that asked for it does."""
+    Thread(target=_await_parent, daemon=True).start()
+
+
+def _await_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()

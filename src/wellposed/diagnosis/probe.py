@@ -27,6 +27,8 @@ class BlockState:
     """
     token_cosine: float
     """Mean cosine between two different tokens of an input: 1 where all tokens have become the same."""
+    image_difference: float
+    """1 minus the mean cosine between the mean tokens of different inputs: 0 where no input differs from another."""
     attention_diagonal: float | None
     """Mean weight that a token gives to itself; 1/N where attention is uniform, None where there is no attention."""
     gradient_norm: float
@@ -75,7 +77,8 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
             BlockState(
                 name=block.name,
                 token_condition=float(condition),
-                token_cosine=token_cosine(tokens),
+                token_cosine=mean_cosine(tokens),
+                image_difference=1 - mean_cosine(tokens.mean(1)[None]),
                 attention_diagonal=diagonal,
                 gradient_norm=float(torch.stack(norms).norm()) if norms else 0.0,
             )
@@ -83,9 +86,11 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
     return states
 
 
-def token_cosine(tokens_BND: Tensor) -> float:
-    """The mean cosine between two different tokens of an input."""
+def mean_cosine(tokens_BND: Tensor) -> float:
+    """The mean cosine between two different tokens of an input; 1 where there is only one."""
     unit = F.normalize(tokens_BND.double(), dim=-1)
+    if unit.shape[1] == 1:
+        return 1.0
     n = unit.shape[1]
     # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
     return float(((unit.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean())

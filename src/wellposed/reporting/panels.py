@@ -23,6 +23,8 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
+    style: str = "-"
+    """Of matplotlib: "-", "--" or ":"."""
 
 
 def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
@@ -48,7 +50,8 @@ def save_lines(path: Path, panels: Sequence[tuple[str, Sequence[Line]]], *, x: s
 
 def _draw_lines(axes: Any, lines: Sequence[Line], x: str, y: str) -> None:
     for line in lines:
-        axes.plot(line.x, line.y, color=line.colour, label=line.name, linewidth=1.8)
+        marker = "o" if len(line.x) == 1 else ""
+        axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, linewidth=1.8, marker=marker)
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
@@ -66,6 +69,8 @@ def heat_panel(
             values, extent=extent, aspect="auto", vmin=low, vmax=high, cmap="viridis", interpolation="nearest"
         )
         axes.set(xlabel=x, ylabel=y)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         bar = axes.figure.colorbar(picture, ax=axes, shrink=0.9)
         bar.outline.set_edgecolor(_INK)
         bar.ax.tick_params(colors=_INK, labelsize=7)

@@ -32,6 +32,22 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder`, which must exist, against other processes; RunError if one of them has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"another process is at work in {folder}; wait for it, or choose another --out") from error
+        yield
+
+
+@contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Raise RunError, with advice, where a run cannot be written; safetensors and torch have errors of their own."""
     from safetensors import SafetensorError

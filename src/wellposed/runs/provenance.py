@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ def provenance(device: "torch.device", *, seed: int) -> dict[str, str]:
     import torch
 
     return {
-        "command": "wellposed " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["wellposed", *sys.argv[1:]]),
         "commit": _commit(),
         "hardware": _hardware(device),
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",

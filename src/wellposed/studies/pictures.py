@@ -20,11 +20,20 @@ from wellposed.training.models import build_model, fitted_to_data
 if TYPE_CHECKING:
     from wellposed.studies.skips import StudyResult
 
+STYLES = {"skip": "-", "skipless": "--", "conditioned": "-"}
 COLOURS = {"skip": "#4477aa", "skipless": "#ee6677", "conditioned": "#228833"}
 TITLES = {"adamw": "AdamW", "soap": "SOAP"}
 SAMPLES = 3
 
 Cells = dict[tuple[str, str], Cell]
+MEASURES = (
+    ("token_condition", "condition number of the tokens", True),
+    ("token_cosine", "mean cosine between tokens", False),
+    ("attention_diagonal", "attention of a token to itself", False),
+    ("image_difference", "difference between images", True),
+    ("gradient_norm", "norm of the gradient", True),
+)
+"""What the runs record of every block: the name, what it is, and whether it spans orders of magnitude."""
 
 
 def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
@@ -38,7 +47,7 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
         _table(config, result),
         _curves(config),
         _at_initialization(config, cells),
-        _over_training(config, cells),
+        *_over_training(config, cells),
         _weights_and_attention(config, train, images),
         _attention_on_images(config, {key: cell for key, cell in cells.items() if key in finished}, test, images),
     ]
@@ -49,9 +58,10 @@ def _table(config: StudyConfig, result: "StudyResult") -> Section:
     for kind, (name, *accuracies) in zip(KINDS, result.rows(), strict=True):
         rates = [f"{config.learning_rate(Cell(kind, optimizer, 0)):g}" for optimizer in OPTIMIZERS]
         rows.append((name, *(cell for pair in zip(accuracies, rates, strict=True) for cell in pair)))
+    first = f" Every picture below shows the runs with seed {config.seed}." if config.seeds > 1 else ""
     return Section(
         "Test accuracy, in percent",
-        f"After {config.epochs} epochs, each optimizer at a learning rate that suits it.",
+        f"After epoch {config.epochs}, with the learning rate of each cell beside it.{first}",
         columns=("", *(heading for optimizer in OPTIMIZERS for heading in (TITLES[optimizer], "at rate"))),
         rows=rows,
     )
@@ -71,54 +81,82 @@ def _curves(config: StudyConfig) -> Section:
     ]
     return Section(
         "Learning",
-        "The loss on the training set, and how many test images are told right after each epoch. A curve that stays "
-        "flat is a network that cannot tell its images apart, so that no gradient says which way to go.",
+        "The loss on the training set, and the share of test images that are told right after each epoch.",
         panels,
-        across=4,
+        across=2,
     )
 
 
 def _at_initialization(config: StudyConfig, cells: Cells) -> Section:
-    measures = (
-        ("token_condition", "condition number of the tokens", True),
-        ("token_cosine", "mean cosine between tokens", False),
-        ("attention_diagonal", "attention of a token to itself", False),
-        ("gradient_norm", "norm of the gradient", True),
-    )
+    recorded = {kind: _events(config, cells[kind, "adamw"], "observe")[0]["blocks"] for kind in KINDS}
     panels = []
-    for name, title, log in measures:
-        lines = []
-        for kind in KINDS:
-            values = [block[name] for block in _events(config, cells[kind, "adamw"], "observe")[0]["blocks"]]
-            lines.append(Line(NAMES[kind], range(1, len(values) + 1), values, COLOURS[kind]))
-        panels.append(line_panel(f"{title}, at the start", lines, x="block", y=title, log=log))
+    for name, title, log in MEASURES:
+        if name in recorded["skip"][0]:
+            lines = [
+                Line(NAMES[kind], range(1, len(states) + 1), [s[name] for s in states], COLOURS[kind], STYLES[kind])
+                for kind, states in recorded.items()
+            ]
+            panels.append(line_panel(f"{title}, at the start", lines, x="block", y=title, log=log))
     return Section(
-        "Why: every block before the first step",
-        "Each block mixes the tokens of an image. Where their cosine reaches 1 all tokens have become the same and "
-        "nothing can be told from them: their matrix is singular, its condition number as large as rounding allows. "
-        "The conditioned weights make attention look at the token itself, which slows this collapse.",
+        "Every block before the first step",
+        "A block turns the tokens of an image, a matrix with a row per token, into others. Where the cosine between "
+        "tokens is 1 they have all become the same, and their matrix is singular: its condition number is as large "
+        "as rounding lets it be. Attention that looks at the token itself more than uniform attention does slows "
+        "this down. The gradient is that of the loss with respect to the weights of a block.",
         panels,
-        across=4,
+        across=2,
     )
 
 
-def _over_training(config: StudyConfig, cells: Cells) -> Section:
-    panels = []
+def _over_training(config: StudyConfig, cells: Cells) -> list[Section]:
+    maps, curves = [], []
     for optimizer in OPTIMIZERS:
+        events = {kind: _events(config, cells[kind, optimizer], "observe") for kind in KINDS}
         for kind in KINDS:
-            events = _events(config, cells[kind, optimizer], "observe")
-            table = [[math.log10(block["token_condition"]) for block in event["blocks"]] for event in events]
+            table = [[math.log10(state["token_condition"]) for state in event["blocks"]] for event in events[kind]]
             transposed = [list(column) for column in zip(*table, strict=True)]
             title = f"{TITLES[optimizer]}, {NAMES[kind]}"
-            panels.append(
+            maps.append(
                 heat_panel(title, transposed, x="epoch", y="block", low=1, high=7, label="log10 condition", first_row=1)
             )
-    return Section(
-        "The condition number of the tokens over training",
-        "One row per block, the first on top; time goes to the right, beginning before the first step. Dark is well "
-        "conditioned. A block that stays bright passes on tokens that are nearly all the same.",
-        panels,
+        for name, block, title in (
+            ("gradient_norm", 0, "gradient of the first block"),
+            ("image_difference", -1, "difference between images, last block"),
+        ):
+            if name in events["skip"][0]["blocks"][0]:
+                lines = [
+                    Line(
+                        NAMES[kind],
+                        [event["epoch"] for event in events[kind]],
+                        [max(event["blocks"][block][name], 1e-16) for event in events[kind]],
+                        COLOURS[kind],
+                        STYLES[kind],
+                    )
+                    for kind in KINDS
+                ]
+                curves.append(line_panel(f"{TITLES[optimizer]}: {title}", lines, x="epoch", y=title, log=True))
+    difference = (
+        ", and how far the last block's output, the mean over tokens, differs from image to image (1 minus the cosine; 0 "
+        "is no difference, and nothing left to classify by)"
+        if len(curves) > len(OPTIMIZERS)
+        else ""
     )
+    return [
+        Section(
+            "What becomes of the signal",
+            f"Over training: how large a gradient reaches the first block{difference}. A network whose curves fall towards "
+            "0 has stopped to learn.",
+            curves,
+            across=2,
+        ),
+        Section(
+            "The condition number of the tokens over training",
+            "One row per block, the first on top; time goes to the right, beginning before the first step. Dark is "
+            "well conditioned; the brightest blocks give tokens that are nearly all the same. A network can learn "
+            "with such blocks, as long as images still differ.",
+            maps,
+        ),
+    ]
 
 
 def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) -> Section:
@@ -142,11 +180,11 @@ def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) 
         maps.append(heat_panel(f"{name}: attention", attention.numpy(), low=0, high=most, x="key", y="query"))
     return Section(
         "The matrices behind it",
-        "The first head of the first block at initialization, and its attention on the first test image. By default "
-        "W_Q W_K^T is small noise and attention nearly uniform, so that every token becomes the mean of all. The "
-        f"conditioned W_Q W_K^T is the best approximation of rank {h} to alpha Z + beta I, with Z Gaussian; the "
-        "second is the one trained here, the third that of Figure 5 in the paper, where the diagonal is plain to see. "
-        f"The mean attention of a token to itself: {'; '.join(told)}.",
+        "The first head of the first block at initialization, and its attention on one test image. The default W_Q "
+        f"W_K^T is noise; the conditioned one is the best approximation of rank {h} to alpha Z + beta I, with Z "
+        "Gaussian. The second is the one trained here, the third that of Figure 5 in the paper (Cutting the Skip, "
+        "arXiv 2510.00345), where the diagonal is plain to see. The mean attention of a token to itself: "
+        f"{'; '.join(told)}. Uniform attention would give {1 / len(attention):.2f}.",
         [*products, *maps],
     )
 
@@ -155,19 +193,20 @@ def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, image
     shown = [kind for kind in KINDS if (kind, "soap") in cells]
     models = {kind: load(config.run(cells[kind, "soap"]).folder) for kind in shown}
     panels = []
-    for index in range(SAMPLES):
-        picture = test[index][0]
+    chosen = torch.linspace(0, len(test) - 1, len(images)).long().tolist()
+    for index in range(min(SAMPLES, len(images))):
+        picture = test[chosen[index]][0]
         panels.append(image_panel(f"image {index + 1}", picture.permute(1, 2, 0).squeeze(-1).numpy()))
         for kind in shown:
             maps = _attention(models[kind], images[index : index + 1])
             for which, attention in (("first", maps[0]), ("last", maps[-1])):
-                received = _as_grid(attention[0].mean(0).mean(0) * attention.shape[-1])
+                received = _as_grid(attention[0].mean(0).mean(0) * attention.shape[-1], models[kind])
                 panels.append(image_panel(f"{kind}, {which}", received.numpy(), low=0.0, high=3.0))
     return Section(
         "Where the trained models look",
-        "For three test images, how much attention each patch receives from all others, in the first and the last "
-        "block of the models trained with SOAP, the mean over heads. The colours go from 0 to 3 times the attention "
-        "that each patch would get if all got the same.",
+        "Test images, and how much attention each of their patches receives from all tokens, in the first and the "
+        "last block of the models trained with SOAP, the mean over heads. The colours go from 0 to 3 times what each "
+        "would get if all got the same; one plain colour is uniform attention.",
         panels,
         across=1 + 2 * len(shown),
         strip=True,
@@ -179,7 +218,9 @@ def _lines(config: StudyConfig, optimizer: Literal["adamw", "soap"], event: str,
     lines = []
     for kind in KINDS:
         events = _events(config, Cell(kind, optimizer, config.seed), event)
-        lines.append(Line(NAMES[kind], [e["epoch"] for e in events], [e[name] for e in events], COLOURS[kind]))
+        lines.append(
+            Line(NAMES[kind], [e["epoch"] for e in events], [e[name] for e in events], COLOURS[kind], STYLES[kind])
+        )
     return lines
 
 
@@ -214,7 +255,6 @@ def _attention(model: nn.Module, images: Tensor) -> list[Tensor]:
     return found
 
 
-def _as_grid(weights_N: Tensor) -> Tensor:
-    """The weights of the patches, without those of class tokens before them, as they lie in the image."""
-    side = math.isqrt(len(weights_N))
-    return weights_N[len(weights_N) - side**2 :].reshape(side, side)
+def _as_grid(weights_N: Tensor, model: Any) -> Tensor:
+    """The weights of the patches, without those of the class and register tokens before them, as the patches lie."""
+    return weights_N[model.num_prefix_tokens :].reshape(model.patch_embed.grid_size)

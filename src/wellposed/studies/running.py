@@ -2,22 +2,27 @@
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import nn
+from torch import Tensor, nn
 
-from wellposed.data import Dataset, DeviceLoader, ImageSet, open_data
+from wellposed.data import Dataset, open_data, open_loader
+from wellposed.data.processes import CONTEXT, end_with_parent, start_server
 from wellposed.diagnosis import probe
-from wellposed.errors import DivergedError
+from wellposed.errors import DivergedError, RunError, WellposedError
 from wellposed.runs import read_journal
 from wellposed.studies.config import Cell, StudyConfig
 from wellposed.training import TrainConfig
@@ -35,101 +40,157 @@ class Outcome:
     seconds: float
     complaint: str = ""
 
+    def __str__(self) -> str:
+        return self.complaint or f"{100 * (self.accuracy or 0):.1f} %"
+
 
 def run_cells(config: StudyConfig) -> list[Outcome]:
     """Every run of the study, those that are done already as they are; a run that diverges is an outcome too."""
     cells = list(config.cells())
+    outcomes = {cell: done for cell in cells if (done := _finished(config.run(cell), cell))}
     console = Console(stderr=True, highlight=False)
-    threads = max(1, (os.cpu_count() or 1) // config.jobs)
-    with (
-        ProcessPoolExecutor(config.jobs, get_context("spawn"), torch.set_num_threads, (threads,)) as pool,
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        ) as progress,
-    ):
-        bars = {cell: progress.add_task(str(cell), total=1.0, numbers="waiting", start=False) for cell in cells}
-        waiting = {pool.submit(run_cell, config.run(cell), cell): cell for cell in cells}
-        try:
-            outcomes = {}
-            for future, outcome in _as_they_end(waiting, config, progress, bars):
-                outcomes[waiting[future]] = outcome
-                result = outcome.complaint or f"{100 * (outcome.accuracy or 0):.1f} %"
-                progress.update(bars[outcome.cell], completed=1.0, numbers=result)
-                if not console.is_terminal:
-                    console.print(f"{outcome.cell}: {result} ({outcome.seconds:.0f} s)")
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    if outcomes:
+        console.print(f"{len(outcomes)} of {len(cells)} runs are done already")
+    with _bars(console) as progress:
+        bars = {cell: progress.add_task(str(cell), total=1.0, numbers="", start=False) for cell in cells}
+        for cell, outcome in outcomes.items():
+            progress.update(bars[cell], completed=1.0, numbers=str(outcome))
+        for cell, outcome in _run_side_by_side(config, [c for c in cells if c not in outcomes], progress, bars):
+            outcomes[cell] = outcome
+            progress.update(bars[cell], completed=1.0, numbers=str(outcome))
+            if not console.is_terminal:
+                console.print(f"{cell}: {outcome} ({outcome.seconds:.0f} s)")
     return [outcomes[cell] for cell in cells]
 
 
+def _run_side_by_side(
+    config: StudyConfig, waiting: list[Cell], progress: Progress, bars: dict[Cell, Any]
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Each outcome as soon as it is there; on Ctrl-C or SIGTERM every run writes a checkpoint first."""
+    running: dict[Cell, tuple[ForkServerProcess, Connection]] = {}
+    with _sigterm_as_interrupt():
+        try:
+            while waiting or running:
+                while waiting and len(running) < config.jobs:
+                    cell = waiting.pop(0)
+                    running[cell] = _start(config.run(cell), cell)
+                    progress.start_task(bars[cell])
+                for cell, (process, results) in list(running.items()):
+                    if results.poll() or not process.is_alive():
+                        outcome = _received(process, results, config.run(cell))
+                        del running[cell]
+                        yield cell, outcome
+                    else:
+                        progress.update(bars[cell], **_progress_of(config.run(cell).folder, config.epochs))
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            progress.console.print("stopping: every run writes a checkpoint; the same command goes on with them")
+            raise
+        finally:
+            for process, _ in running.values():
+                process.terminate()  # which a run that trains takes as a wish to stop after its step
+            for process, _ in running.values():
+                process.join()
+
+
+def _start(config: TrainConfig, cell: Cell) -> tuple[ForkServerProcess, Connection]:
+    start_server("wellposed.studies.running")
+    context = get_context(CONTEXT)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(config, cell, sender), daemon=False)
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _received(process: ForkServerProcess, results: Connection, config: TrainConfig) -> Outcome:
+    try:
+        result = results.recv()
+    except EOFError:
+        process.join()
+        raise RunError(
+            f"the run in {config.folder} ended with status {process.exitcode} and no word (out of memory?); "
+            "the same command goes on with it, fewer --jobs need less"
+        ) from None
+    process.join()
+    if isinstance(result, WellposedError):
+        raise result
+    return result
+
+
+def _work(config: TrainConfig, cell: Cell, results: Connection) -> None:
+    """What a process does: one run. SIGINT stays blocked in it, the main process passes the wish to stop on."""
+    end_with_parent()
+    torch.set_num_threads(1)  # so that a run's numbers do not depend on how many there are beside it
+    log = config.folder.parents[1] / "logs" / f"{cell}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as sys.stderr:
+        try:
+            results.send(run_cell(config, cell))
+        except WellposedError as error:
+            results.send(error)
+        except KeyboardInterrupt:
+            os._exit(130)
+
+
 def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
-    """Train one cell, or go on with it, unless it is done."""
-    if (config.folder / "result.json").exists():
-        result = json.loads((config.folder / "result.json").read_text(encoding="utf-8"))
-        return Outcome(cell, result["accuracy"], result["seconds"])
-    probed = _Probe(config)
+    """Train one cell, or go on with it."""
+    sets = [open_data(config.data, split, config.image_size) for split in ("train", "test")]
+    images, labels = probed_images(*sets)
+
+    def look(model: nn.Module) -> dict[str, Any]:
+        device = next(model.parameters()).device
+        return {"blocks": [asdict(state) for state in probe(model, images.to(device), labels.to(device))]}
+
     if (config.folder / "config.json").exists():
         config = replace(config, resume=True)
     try:
-        done = train_run(config, quiet=True, observe=probed)
+        done = train_run(config, quiet=True, observe=look)
     except DivergedError as error:
-        return Outcome(cell, None, 0.0, str(error).partition(".")[0])
+        return Outcome(cell, None, 0.0, str(error).partition(". ")[0])
     return Outcome(cell, done.accuracy, done.seconds)
 
 
-class _Probe:
-    """Looks at every block with the first images of the test set."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        sets = [open_data(config.data, split, config.image_size) for split in ("train", "test")]
-        self.images, self.labels = probed_images(*sets)
-
-    def __call__(self, model: nn.Module) -> dict[str, Any]:
-        device = next(model.parameters()).device
-        return {"blocks": [asdict(state) for state in probe(model, self.images.to(device), self.labels.to(device))]}
+def probed_images(train: Dataset, test: Dataset) -> tuple[Tensor, Tensor]:
+    """Images from all over the test set, normalized as in training, and their labels."""
+    chosen = torch.linspace(0, len(test) - 1, min(PROBED_IMAGES, len(test))).long().tolist()
+    images, labels = zip(*(test[index] for index in chosen), strict=True)
+    usual = open_loader(train, 1, workers=0)
+    return (torch.stack(images) / 255 - usual.mean) / usual.std, torch.tensor(labels)
 
 
-def probed_images(train: Dataset, test: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first images of the test set, normalized as in training, and their labels."""
-    train, test = (data if isinstance(data, ImageSet) else _first_images(data) for data in (train, test))
-    statistics = DeviceLoader(train, 1)
-    loader = DeviceLoader(test, PROBED_IMAGES, shuffle=False, mean=statistics.mean, std=statistics.std)
-    return next(iter(loader))
-
-
-def _first_images(data: Dataset) -> ImageSet:
-    images, labels = zip(*(data[index] for index in range(min(PROBED_IMAGES, len(data)))), strict=True)
-    return ImageSet(data.name, data.classes, torch.stack(images), torch.tensor(labels))
-
-
-def _as_they_end(
-    waiting: dict["Future[Outcome]", Cell], config: StudyConfig, progress: Progress, bars: dict[Cell, Any]
-) -> Iterator[tuple["Future[Outcome]", Outcome]]:
-    """Each future with its outcome as soon as it is there; meanwhile the bars follow what the runs write."""
-    left = set(waiting)
-    while left:
-        for future in [future for future in left if future.done()]:
-            left.remove(future)
-            yield future, future.result()
-        for future in left:
-            if future.running():
-                progress.start_task(bars[waiting[future]])
-                folder = config.run(waiting[future]).folder
-                progress.update(bars[waiting[future]], **_progress_of(folder, config.epochs))
-        time.sleep(0.2)
+def _finished(config: TrainConfig, cell: Cell) -> Outcome | None:
+    try:
+        result = json.loads((config.folder / "result.json").read_text(encoding="utf-8"))
+        return Outcome(cell, result["accuracy"], result["seconds"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{config.folder / 'result.json'} cannot be read ({error}); remove it to go on") from error
 
 
 def _progress_of(out: Path, epochs: int) -> dict[str, Any]:
     try:
         events = read_journal(out, "train")
     except (OSError, ValueError):  # not there yet, or a line is being written
-        return {"numbers": "starting"}
+        events = []
     if not events:
         return {"numbers": "starting"}
     return {"completed": events[-1]["epoch"] / epochs, "numbers": f"loss {events[-1]['loss']:.3f}"}
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _bars(console: Console) -> Progress:
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[numbers]}")]
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)

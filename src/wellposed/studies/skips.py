@@ -1,18 +1,22 @@
 """The study of Cutting the Skip (arXiv 2510.00345): with skips, without, and without but conditioned."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 from wellposed.data import open_data
-from wellposed.errors import RunError
+from wellposed.errors import InvalidArgumentError, RunError
+from wellposed.families import blocks
 from wellposed.reporting import page
-from wellposed.runs import atomic_path, device_named, write_json
+from wellposed.runs import atomic_path, device_named, locked, write_json, writing_to
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
 from wellposed.studies.pictures import save_accuracies, sections
 from wellposed.studies.running import Outcome, run_cells
+from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, fitted_to_data
 
 _STUDY, _REPORT = "study.json", "report.html"
@@ -22,6 +26,7 @@ _STUDY, _REPORT = "study.json", "report.html"
 class StudyResult:
     """The accuracies of a study and its page."""
 
+    config: StudyConfig
     outcomes: tuple[Outcome, ...]
     report: Path
     facts: dict[str, str]
@@ -40,7 +45,8 @@ class StudyResult:
         if not values:
             return "diverged"
         spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
-        return f"{mean(values):.1f}{spread}"
+        lost = self.config.seeds - len(values)
+        return f"{mean(values):.1f}{spread}" + (f", {lost} diverged" if lost else "")
 
 
 def study(config: StudyConfig) -> StudyResult:
@@ -53,44 +59,63 @@ def study(config: StudyConfig) -> StudyResult:
     """
     config.check()
     _try_out(config)
-    _claim(config)
-    outcomes = tuple(run_cells(config))
-    result = StudyResult(outcomes, config.out / _REPORT, _facts(config))
-    with atomic_path(result.report) as temporary:
-        text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
-        temporary.write_text(text, encoding="utf-8")
-    with atomic_path(config.out / "accuracy.png") as temporary:
-        save_accuracies(config, temporary)
-    write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
+    with writing_to(config.out):
+        config.out.mkdir(parents=True, exist_ok=True)
+    with locked(config.out):
+        _claim(config)
+        outcomes = tuple(run_cells(config))
+        result = StudyResult(config, outcomes, config.out / _REPORT, _facts(config))
+        with writing_to(config.out):
+            with atomic_path(result.report) as temporary:
+                text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
+                temporary.write_text(text, encoding="utf-8")
+            with atomic_path(config.out / "accuracy.png") as temporary:
+                save_accuracies(config, temporary)
+            write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
 
 
 def lead(result: StudyResult) -> str:
     """What the table says, in words that follow its numbers."""
-    means = {kind: [mean(values) for o in OPTIMIZERS if (values := result.accuracies(kind, o))] for kind in KINDS}
-    best = {kind: max(values, default=0.0) for kind, values in means.items()}
-    told = {kind: f"{100 * value:.1f} %" for kind, value in best.items()}
-    first = f"The same vision transformer, trained three ways. With its skip connections it reaches {told['skip']}. "
+    config = result.config
+    first = f"{config.model} on {config.data.partition(':')[0]}, trained three ways for {config.epochs} epochs. "
+    best = {kind: _best(result, kind) for kind in KINDS}
+    skip, skipless, conditioned = (f"{100 * best[kind]:.1f} %" for kind in KINDS)
+    first += (
+        f"With its skip connections it reaches {skip}. " if best["skip"] else "With its skip connections it diverges. "
+    )
     gap = best["conditioned"] - best["skipless"]
     if gap > 0.02:
-        second = (
-            f"With all of them cut, its default initialization gets no further than {told['skipless']}; started from "
-            f"well-conditioned weights, the very same network without skips reaches {told['conditioned']}."
+        return first + (
+            f"With all of them cut, its default initialization gets to {skipless}; started from "
+            f"well-conditioned weights, the very same network without skips reaches {conditioned}."
         )
-    else:
-        second = (
-            f"With all of them cut it reaches {told['skipless']} from its default initialization and "
-            f"{told['conditioned']} from well-conditioned weights: here the initialization made no difference."
-        )
-    return first + second
+    compared = "less far than" if gap < -0.02 else "as far as"
+    return first + (
+        f"With all of them cut it reaches {skipless} from its default initialization and {conditioned} from "
+        f"well-conditioned weights, {compared} by default."
+    )
+
+
+def _best(result: StudyResult, kind: str) -> float:
+    """The mean over seeds under the optimizer that does best; 0 if every run diverged."""
+    return max((mean(values) for o in OPTIMIZERS if (values := result.accuracies(kind, o))), default=0.0)
 
 
 def _try_out(config: StudyConfig) -> None:
     """Raise what a run would raise about its data or model, before anything is written."""
     device_named("cpu" if config.device == "auto" else config.device)
-    run = config.run(Cell("skipless", "adamw", config.seed))
-    data = open_data(run.data, "train", run.image_size)
-    build_model(fitted_to_data(run, data), data)
+    if config.out.exists() and not config.out.is_dir():
+        raise RunError(f"out={config.out} is a file; expected a folder, or a name that is free")
+    run = config.run(Cell("conditioned", "adamw", config.seed))
+    train, _ = (open_data(run.data, split, run.image_size) for split in ("train", "test"))
+    if run.batch_size > len(train):
+        raise InvalidArgumentError(f"batch_size={run.batch_size}: expected at most {len(train)}, the size of the set")
+    with torch.random.fork_rng([]):
+        model = build_model(replace(fitted_to_data(run, train), skips=False), train)
+    is_repeatable(model, torch.zeros(2, *train.image_shape))
+    if any(block.family.attention is None for block in blocks(model)):
+        raise InvalidArgumentError(f"model={config.model}: the study looks at attention; expected a timm ViT")
 
 
 def _facts(config: StudyConfig) -> dict[str, str]:
@@ -109,13 +134,13 @@ def _claim(config: StudyConfig) -> None:
     """Make the folder this study's own, or see that it already is."""
     path, ours = config.out / _STUDY, _plain(config)
     if not path.exists():
-        if config.out.is_dir() and any(config.out.iterdir()):
+        if any(found.name != ".lock" for found in config.out.iterdir()):
             raise RunError(f"out={config.out} is not empty and holds no study; choose another --out")
         write_json(path, ours)
         return
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
-        different = [name for name in ours if ours[name] != theirs.get(name)]
+        different = [name for name in ours if name != "seeds" and ours[name] != theirs.get(name)]
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{path} cannot be read ({error}); choose another --out") from error
     if different:
