@@ -136,16 +136,16 @@ def _over_training(config: StudyConfig, cells: Cells) -> list[Section]:
                 ]
                 curves.append(line_panel(f"{TITLES[optimizer]}: {title}", lines, x="epoch", y=title, log=True))
     difference = (
-        ", and how far the last block's output, the mean over tokens, differs from image to image (1 minus the cosine; 0 "
-        "is no difference, and nothing left to classify by)"
+        ", and how far the last block's output, the mean over tokens, differs from image to image (1 minus the "
+        "cosine; 0 is no difference, and nothing left to classify by)"
         if len(curves) > len(OPTIMIZERS)
         else ""
     )
     return [
         Section(
             "What becomes of the signal",
-            f"Over training: how large a gradient reaches the first block{difference}. A network whose curves fall towards "
-            "0 has stopped to learn.",
+            f"Over training: how large a gradient reaches the first block{difference}. A network whose curves fall "
+            "towards 0 has stopped to learn.",
             curves,
             across=2,
         ),
