@@ -3,7 +3,8 @@
 Shapes: B images, N tokens, d wide, H heads.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,25 +46,16 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
     """
     found = blocks(model)
     outputs: list[Tensor] = []
-    diagonals: list[float | None] = []
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    with ExitStack() as hooks:
+    with attention_seen(model) as attention, ExitStack() as hooks:
         for block in found:
             hooks.callback(block.module.register_forward_hook(keep).remove)
-            if block.family.attention is not None:
-                name, matrices = block.family.attention
-
-                def look(layer: nn.Module, arguments: Any, matrices: Any = matrices) -> None:
-                    with torch.no_grad():
-                        diagonals.append(float(matrices(layer, arguments[0]).diagonal(dim1=-2, dim2=-1).mean()))
-
-                hooks.callback(block.module.get_submodule(name).register_forward_pre_hook(look).remove)
-            else:
-                diagonals.append(None)
         loss = F.cross_entropy(model(inputs), labels)
+    diagonals: list[float | None] = [float(matrices.diagonal(dim1=-2, dim2=-1).mean()) for matrices in attention]
+    diagonals = diagonals or [None] * len(found)
     params = [[param for param in block.module.parameters() if param.requires_grad] for block in found]
     flat = torch.autograd.grad(loss, [param for group in params for param in group], allow_unused=True)
     gradients = iter(flat)
@@ -84,6 +76,23 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
             )
         )
     return states
+
+
+@contextmanager
+def attention_seen(model: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that gets the attention matrices (B, H, N, N) of each block as `model` runs; empty if it has none."""
+    seen: list[Tensor] = []
+    with ExitStack() as hooks:
+        for block in blocks(model):
+            if block.family.attention is not None:
+                name, matrices = block.family.attention
+
+                def look(layer: nn.Module, arguments: Any, matrices: Any = matrices) -> None:
+                    with torch.no_grad():
+                        seen.append(matrices(layer, arguments[0]))
+
+                hooks.callback(block.module.get_submodule(name).register_forward_pre_hook(look).remove)
+        yield seen
 
 
 def mean_cosine(tokens_BND: Tensor) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.data import Dataset, open_data
+from wellposed.diagnosis import attention_seen
 from wellposed.families import blocks
 from wellposed.recipes import load
 from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel, save_lines
@@ -239,20 +240,9 @@ def _initial_model(config: StudyConfig, kind: str, data: Dataset) -> nn.Module:
 @torch.no_grad()
 def _attention(model: nn.Module, images: Tensor) -> list[Tensor]:
     """The attention matrices (B, heads, N, N) of every block."""
-    found: list[Tensor] = []
-    handles = []
-    for block in blocks(model):
-        assert block.family.attention is not None
-        name, matrices = block.family.attention
-
-        def look(layer: nn.Module, arguments: Any, matrices: Any = matrices) -> None:
-            found.append(matrices(layer, arguments[0]))
-
-        handles.append(block.module.get_submodule(name).register_forward_pre_hook(look))
-    model(images)
-    for handle in handles:
-        handle.remove()
-    return found
+    with attention_seen(model) as seen:
+        model(images)
+    return seen
 
 
 def _as_grid(weights_N: Tensor, model: Any) -> Tensor:
