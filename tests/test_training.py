@@ -435,6 +435,22 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_one_process_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints = []
+
+    def intrude(task: Any) -> None:
+        with pytest.raises(RunError) as refused:
+            wp.train(wp.TrainConfig(out=tmp_path / "run", resume=True), quiet=True)
+        complaints.append(str(refused.value))
+
+    with at_step(monkeypatch, 25, intrude):
+        wp.train(small_config(tmp_path / "run"), quiet=True)
+    assert len(complaints) == 1
+    assert "another process is at work" in complaints[0]
+    wp.train(small_config(tmp_path / "alone"), quiet=True)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever config.json says, weights of a model with skips do not go on as one without."""
     out = tmp_path / "run"

@@ -4,6 +4,7 @@ from wellposed.runs.checkpoints import Checkpoints as Checkpoints
 from wellposed.runs.checkpoints import step_of as step_of
 from wellposed.runs.devices import device_named as device_named
 from wellposed.runs.files import atomic_path as atomic_path
+from wellposed.runs.files import is_free as is_free
 from wellposed.runs.files import locked as locked
 from wellposed.runs.files import write_json as write_json
 from wellposed.runs.files import writing_to as writing_to

@@ -10,6 +10,8 @@ from typing import Any
 
 from wellposed.errors import RunError
 
+_LOCK = ".lock"
+
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -31,6 +33,11 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def is_free(folder: Path) -> bool:
+    """Whether a folder holds nothing, or nothing but the file by which it is locked."""
+    return all(found.name == _LOCK for found in folder.iterdir())
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold `folder`, which must exist, against other processes; RunError if one of them has it."""
@@ -39,7 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    with (folder / ".lock").open("w") as file:
+    with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -12,7 +12,7 @@ from wellposed.data import open_data
 from wellposed.errors import InvalidArgumentError, RunError
 from wellposed.families import blocks
 from wellposed.reporting import page
-from wellposed.runs import atomic_path, device_named, locked, write_json, writing_to
+from wellposed.runs import atomic_path, device_named, is_free, locked, write_json, writing_to
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
 from wellposed.studies.pictures import save_accuracies, sections
 from wellposed.studies.running import Outcome, run_cells
@@ -134,7 +134,7 @@ def _claim(config: StudyConfig) -> None:
     """Make the folder this study's own, or see that it already is."""
     path, ours = config.out / _STUDY, _plain(config)
     if not path.exists():
-        if any(found.name != ".lock" for found in config.out.iterdir()):
+        if not is_free(config.out):
             raise RunError(f"out={config.out} is not empty and holds no study; choose another --out")
         write_json(path, ours)
         return

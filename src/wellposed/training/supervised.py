@@ -1,6 +1,7 @@
 """Supervised training: a model, with or without skips, learns to classify images."""
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from wellposed.data import Dataset, open_data
 from wellposed.errors import RunError
 from wellposed.optim import BETAS, LEARNING_RATES
 from wellposed.recipes import write
-from wellposed.runs import provenance, write_json, writing_to
+from wellposed.runs import is_free, locked, provenance, write_json, writing_to
 from wellposed.training.accelerators import make_accelerator
 from wellposed.training.classification import Classification
 from wellposed.training.config import FREE, RUN_CONFIG, TrainConfig
@@ -100,18 +101,21 @@ def train(
                 observe=None if observe is None else lambda: task.observed(observe),
             )
             facts = {"config": config.to_dict(), **provenance(accelerator.device, seed=config.seed)}
-            if config.resume:
-                loop.resume()
-            elif accelerator.is_main_process:
-                with writing_to(out):
-                    write_json(out / RUN_CONFIG, facts)
-            results = loop.run()
-            model = task.tested_model().eval()
-            if accelerator.is_main_process:
-                with writing_to(out):
-                    write(model, out, task.header)
-                    write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
-            accelerator.wait_for_everyone()
+            with writing_to(out):
+                out.mkdir(parents=True, exist_ok=True)
+            with locked(out) if accelerator.is_main_process else nullcontext():
+                if config.resume:
+                    loop.resume()
+                elif accelerator.is_main_process:
+                    with writing_to(out):
+                        write_json(out / RUN_CONFIG, facts)
+                results = loop.run()
+                model = task.tested_model().eval()
+                if accelerator.is_main_process:
+                    with writing_to(out):
+                        write(model, out, task.header)
+                        write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
+                accelerator.wait_for_everyone()
     display.say(f"accuracy {100 * results['accuracy']:.2f} % after {loop.seconds:.0f} s; the model is in {out}")
     return TrainResult(results["accuracy"], results["loss"], loop.seconds, out, model)
 
@@ -136,7 +140,7 @@ def _free_folder(config: TrainConfig) -> Path:
     try:
         if out.exists() and not out.is_dir():
             raise RunError(f"out={out} is a file; expected a folder, or a name that is free")
-        if not config.resume and out.is_dir() and any(out.iterdir()):
+        if not config.resume and out.is_dir() and not is_free(out):
             advice = f"go on with it by --resume --out {out}" if (out / RUN_CONFIG).exists() else "it is not empty"
             raise RunError(f"out={out} holds something already: {advice}, or choose another --out")
     except OSError as error:
