@@ -15,13 +15,14 @@ import torch
 
 from small_runs import small_config
 from wellposed.cli import main
-from wellposed.data import DeviceLoader, make_shapes
+from wellposed.data import DeviceLoader, make_shapes, open_data
 from wellposed.runs import Checkpoints, read_journal, step_of
 from wellposed.studies import StudyConfig
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell
-from wellposed.studies.pictures import _lines
+from wellposed.studies.pictures import _attention_on_images, _first_product, _lines
 from wellposed.studies.running import Outcome, probed_images, run_cell
 from wellposed.studies.skips import StudyResult, lead
+from zoo import vit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--model-args", "embed_dim", "16", "depth", "2", "num_heads", "2", "--epochs", "1", "--device", "cpu"]
@@ -138,6 +139,23 @@ def test_each_curve_is_that_of_its_own_run(small_study: Path) -> None:
             events = read_journal(small_study / "runs" / f"{kind}-{optimizer}-0", "train")
             assert list(line.y) == [event["loss"] for event in events]
             assert line.name == NAMES[kind]
+
+
+def test_maps_are_of_the_runs_that_finished(small_study: Path) -> None:
+    config = StudyConfig(model_args={"embed_dim": 16, "depth": 2, "num_heads": 2}, epochs=1, out=small_study)
+    train, test = (open_data("digits", split) for split in ("train", "test"))
+    finished = {Cell("skip", "soap", 0), Cell("skipless", "soap", 1), Cell("conditioned", "soap", 0)}
+    section = _attention_on_images(config, finished, test, probed_images(train, test)[0])
+    titles = [found for panel in section.panels for found in re.findall(r'aria-label="([^"]+)"', panel)]
+    assert titles[:5] == ["image 1", "skip, first", "skip, last", "conditioned, first", "conditioned, last"]
+    assert section.across == 5
+    assert len(titles) == 15
+
+
+def test_the_product_that_is_drawn() -> None:
+    model = vit()
+    weight = model.blocks[0].attn.qkv.weight.detach()
+    torch.testing.assert_close(_first_product(model), weight[:8].T @ weight[32:40])
 
 
 def test_images_are_probed_as_they_are_trained_on() -> None:

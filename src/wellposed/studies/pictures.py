@@ -1,6 +1,7 @@
 """The pictures of the study, from what its runs wrote and the models they left."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,6 @@ COLOURS = {"skip": "#4477aa", "skipless": "#ee6677", "conditioned": "#228833"}
 TITLES = {"adamw": "AdamW", "soap": "SOAP"}
 SAMPLES = 3
 
-Cells = dict[tuple[str, str], Cell]
 MEASURES = (
     ("token_condition", "condition number of the tokens", True),
     ("token_cosine", "mean cosine between tokens", False),
@@ -42,15 +42,14 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     run = config.run(Cell("skip", "soap", config.seed))
     train, test = (open_data(run.data, split, run.image_size) for split in ("train", "test"))
     images, _ = probed_images(train, test)
-    cells: Cells = {(cell.kind, cell.optimizer): cell for cell in config.cells() if cell.seed == config.seed}
-    finished = {(o.cell.kind, o.cell.optimizer) for o in result.outcomes if o.accuracy is not None}
+    finished = {outcome.cell for outcome in result.outcomes if outcome.accuracy is not None}
     return [
         _table(config, result),
         _curves(config),
-        _at_initialization(config, cells),
-        *_over_training(config, cells),
+        _at_initialization(config),
+        *_over_training(config),
         _weights_and_attention(config, train, images),
-        _attention_on_images(config, {key: cell for key, cell in cells.items() if key in finished}, test, images),
+        _attention_on_images(config, finished, test, images),
     ]
 
 
@@ -88,16 +87,15 @@ def _curves(config: StudyConfig) -> Section:
     )
 
 
-def _at_initialization(config: StudyConfig, cells: Cells) -> Section:
-    recorded = {kind: _events(config, cells[kind, "adamw"], "observe")[0]["blocks"] for kind in KINDS}
+def _at_initialization(config: StudyConfig) -> Section:
+    recorded = {kind: _events(config, kind, "adamw", "observe")[0]["blocks"] for kind in KINDS}
     panels = []
     for name, title, log in MEASURES:
-        if name in recorded["skip"][0]:
-            lines = [
-                Line(NAMES[kind], range(1, len(states) + 1), [s[name] for s in states], COLOURS[kind], STYLES[kind])
-                for kind, states in recorded.items()
-            ]
-            panels.append(line_panel(f"{title}, at the start", lines, x="block", y=title, log=log))
+        lines = [
+            _line(kind, range(1, len(states) + 1), [state[name] for state in states])
+            for kind, states in recorded.items()
+        ]
+        panels.append(line_panel(f"{title}, at the start", lines, x="block", y=title, log=log))
     return Section(
         "Every block before the first step",
         "A block turns the tokens of an image, a matrix with a row per token, into others. Where the cosine between "
@@ -109,10 +107,10 @@ def _at_initialization(config: StudyConfig, cells: Cells) -> Section:
     )
 
 
-def _over_training(config: StudyConfig, cells: Cells) -> list[Section]:
+def _over_training(config: StudyConfig) -> list[Section]:
     maps, curves = [], []
     for optimizer in OPTIMIZERS:
-        events = {kind: _events(config, cells[kind, optimizer], "observe") for kind in KINDS}
+        events = {kind: _events(config, kind, optimizer, "observe") for kind in KINDS}
         for kind in KINDS:
             table = [[math.log10(state["token_condition"]) for state in event["blocks"]] for event in events[kind]]
             transposed = [list(column) for column in zip(*table, strict=True)]
@@ -124,29 +122,17 @@ def _over_training(config: StudyConfig, cells: Cells) -> list[Section]:
             ("gradient_norm", 0, "gradient of the first block"),
             ("image_difference", -1, "difference between images, last block"),
         ):
-            if name in events["skip"][0]["blocks"][0]:
-                lines = [
-                    Line(
-                        NAMES[kind],
-                        [event["epoch"] for event in events[kind]],
-                        [max(event["blocks"][block][name], 1e-16) for event in events[kind]],
-                        COLOURS[kind],
-                        STYLES[kind],
-                    )
-                    for kind in KINDS
-                ]
-                curves.append(line_panel(f"{TITLES[optimizer]}: {title}", lines, x="epoch", y=title, log=True))
-    difference = (
-        ", and how far the last block's output, the mean over tokens, differs from image to image (1 minus the "
-        "cosine; 0 is no difference, and nothing left to classify by)"
-        if len(curves) > len(OPTIMIZERS)
-        else ""
-    )
+            lines = [
+                _line(kind, [e["epoch"] for e in seen], [max(e["blocks"][block][name], 1e-16) for e in seen])
+                for kind, seen in events.items()
+            ]
+            curves.append(line_panel(f"{TITLES[optimizer]}: {title}", lines, x="epoch", y=title, log=True))
     return [
         Section(
             "What becomes of the signal",
-            f"Over training: how large a gradient reaches the first block{difference}. A network whose curves fall "
-            "towards 0 has stopped to learn.",
+            "Over training: how large a gradient reaches the first block, and how far the last block's output, the "
+            "mean over tokens, differs from image to image (1 minus the cosine; 0 is no difference, and nothing left "
+            "to classify by). A network whose curves fall towards 0 has stopped to learn.",
             curves,
             across=2,
         ),
@@ -170,9 +156,7 @@ def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) 
     )
     for name, settings, kind in shown:
         model = _initial_model(settings, kind, train)
-        weights = blocks(model)[0].family.weights(blocks(model)[0].module)
-        h = weights.head_dim
-        product = weights.query.view()[:h].T @ weights.key.view()[:h]
+        product = _first_product(model)
         limit = float(product.abs().max())
         attention = _attention(model, images[:1])[0][0, 0]
         most = float(attention.max())
@@ -182,7 +166,7 @@ def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) 
     return Section(
         "The matrices behind it",
         "The first head of the first block at initialization, and its attention on one test image. The default W_Q "
-        f"W_K^T is noise; the conditioned one is the best approximation of rank {h} to alpha Z + beta I, with Z "
+        "W_K^T is noise; the conditioned one is the best approximation of the head's rank to alpha Z + beta I, with Z "
         "Gaussian. The second is the one trained here, the third that of Figure 5 in the paper (Cutting the Skip, "
         "arXiv 2510.00345), where the diagonal is plain to see. The mean attention of a token to itself: "
         f"{'; '.join(told)}. Uniform attention would give {1 / len(attention):.2f}.",
@@ -190,18 +174,18 @@ def _weights_and_attention(config: StudyConfig, train: Dataset, images: Tensor) 
     )
 
 
-def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, images: Tensor) -> Section:
-    shown = [kind for kind in KINDS if (kind, "soap") in cells]
-    models = {kind: load(config.run(cells[kind, "soap"]).folder) for kind in shown}
+def _attention_on_images(config: StudyConfig, finished: set[Cell], test: Dataset, images: Tensor) -> Section:
+    cells = {kind: Cell(kind, "soap", config.seed) for kind in KINDS}
+    models = {kind: load(config.run(cell).folder) for kind, cell in cells.items() if cell in finished}
     panels = []
     chosen = torch.linspace(0, len(test) - 1, len(images)).long().tolist()
     for index in range(min(SAMPLES, len(images))):
         picture = test[chosen[index]][0]
         panels.append(image_panel(f"image {index + 1}", picture.permute(1, 2, 0).squeeze(-1).numpy()))
-        for kind in shown:
-            maps = _attention(models[kind], images[index : index + 1])
+        for kind, model in models.items():
+            maps = _attention(model, images[index : index + 1])
             for which, attention in (("first", maps[0]), ("last", maps[-1])):
-                received = _as_grid(attention[0].mean(0).mean(0) * attention.shape[-1], models[kind])
+                received = _as_grid(attention[0].mean(0).mean(0) * attention.shape[-1], model)
                 panels.append(image_panel(f"{kind}, {which}", received.numpy(), low=0.0, high=3.0))
     return Section(
         "Where the trained models look",
@@ -209,24 +193,24 @@ def _attention_on_images(config: StudyConfig, cells: Cells, test: Dataset, image
         "last block of the models trained with SOAP, the mean over heads. The colours go from 0 to 3 times what each "
         "would get if all got the same; one plain colour is uniform attention.",
         panels,
-        across=1 + 2 * len(shown),
+        across=1 + 2 * len(models),
         strip=True,
     )
 
 
 def _lines(config: StudyConfig, optimizer: Literal["adamw", "soap"], event: str, name: str) -> list[Line]:
     """How a number went with each kind of model, in the runs with the first seed."""
-    lines = []
-    for kind in KINDS:
-        events = _events(config, Cell(kind, optimizer, config.seed), event)
-        lines.append(
-            Line(NAMES[kind], [e["epoch"] for e in events], [e[name] for e in events], COLOURS[kind], STYLES[kind])
-        )
-    return lines
+    seen = {kind: _events(config, kind, optimizer, event) for kind in KINDS}
+    return [_line(kind, [e["epoch"] for e in events], [e[name] for e in events]) for kind, events in seen.items()]
 
 
-def _events(config: StudyConfig, cell: Cell, event: str) -> list[dict[str, Any]]:
-    return read_journal(config.run(cell).folder, event)
+def _line(kind: str, x: Sequence[float], y: Sequence[float]) -> Line:
+    return Line(NAMES[kind], x, y, COLOURS[kind], STYLES[kind])
+
+
+def _events(config: StudyConfig, kind: str, optimizer: Literal["adamw", "soap"], event: str) -> list[dict[str, Any]]:
+    """What the run with the first seed wrote."""
+    return read_journal(config.run(Cell(kind, optimizer, config.seed)).folder, event)
 
 
 def _initial_model(config: StudyConfig, kind: str, data: Dataset) -> nn.Module:
@@ -235,6 +219,14 @@ def _initial_model(config: StudyConfig, kind: str, data: Dataset) -> nn.Module:
     with torch.random.fork_rng([]):
         torch.manual_seed(run.seed)
         return build_model(fitted_to_data(run, data), data).eval()
+
+
+def _first_product(model: nn.Module) -> Tensor:
+    """W_Q W_K^T of the first head of the first block, (d, d)."""
+    first = blocks(model)[0]
+    weights = first.family.weights(first.module)
+    query, key = (matrix.view()[: weights.head_dim] for matrix in (weights.query, weights.key))
+    return query.T @ key
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The study of Cutting the Skip (arXiv 2510.00345): with skips, without, and without but conditioned."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -112,7 +112,7 @@ def _try_out(config: StudyConfig) -> None:
     if run.batch_size > len(train):
         raise InvalidArgumentError(f"batch_size={run.batch_size}: expected at most {len(train)}, the size of the set")
     with torch.random.fork_rng([]):
-        model = build_model(replace(fitted_to_data(run, train), skips=False), train)
+        model = build_model(fitted_to_data(run, train), train)
     is_repeatable(model, torch.zeros(2, *train.image_shape))
     if any(block.family.attention is None for block in blocks(model)):
         raise InvalidArgumentError(f"model={config.model}: the study looks at attention; expected a timm ViT")

@@ -30,7 +30,7 @@ def make_accelerator(device: str) -> Accelerator:
             f"accelerate is set to {kind.value}; this training runs in one process or with DDP: "
             "accelerate launch --multi_gpu -m wellposed train ..."
         )
-    if device not in {"auto", accelerator.device.type} and torch.device(device).type != accelerator.device.type:
+    if device != "auto" and torch.device(device).type != accelerator.device.type:
         raise InvalidArgumentError(f"device={device!r}: accelerate is set to use {accelerator.device} here")
     return accelerator
 

@@ -20,12 +20,29 @@ RUN_CONFIG = "config.json"
 # Fields in which a run may differ from the one it goes on with: where, how fast and how safely, not what it trains.
 FREE = {"data", "out", "resume", "device", "compile", "workers", "checkpoint_minutes"}
 
+
+def _paired(words: list[str]) -> dict[str, bool | int | float | str]:
+    """NAME VALUE NAME VALUE ... as a dictionary, values as Python would read them."""
+    if len(words) % 2:
+        raise ValueError(f"{' '.join(words)!r}: expected pairs such as depth 6 embed_dim 64")
+    return {name: _literal(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _literal(word: str) -> bool | int | float | str:
+    for read in (int, float):
+        try:
+            return read(word)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(word.lower(), word)
+
+
 ModelArgs = Annotated[
     dict[str, bool | int | float | str],
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="[NAME VALUE ...]",
-        instance_from_str=lambda words: _paired(words),  # noqa: PLW0108, it is defined below
+        instance_from_str=_paired,
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=lambda value: [str(word) for pair in value.items() for word in pair],
     ),
@@ -228,22 +245,6 @@ class TrainConfig:
                     f"resume it without that flag, or start another run in another --out"
                 )
         return replace(stored, **{name: getattr(self, name) for name in given if name in FREE})
-
-
-def _paired(words: list[str]) -> dict[str, bool | int | float | str]:
-    """NAME VALUE NAME VALUE ... as a dictionary, values as Python would read them."""
-    if len(words) % 2:
-        raise ValueError(f"{' '.join(words)!r}: expected pairs such as depth 6 embed_dim 64")
-    return {name: _literal(value) for name, value in zip(words[::2], words[1::2], strict=True)}
-
-
-def _literal(word: str) -> bool | int | float | str:
-    for read in (int, float):
-        try:
-            return read(word)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(word.lower(), word)
 
 
 def _require(config: TrainConfig, name: str, valid: object, expected: str) -> None:

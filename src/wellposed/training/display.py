@@ -56,6 +56,6 @@ def _name(name: str) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    if name in {"accuracy", "top5"}:
+    if name == "accuracy":
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if name == "images_per_second" else f"{value:.3f}"
