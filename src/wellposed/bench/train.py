@@ -59,8 +59,11 @@ class TrainBench:
         )
         config = fitted_to_data(config, data)
         plain = self._plain_rate(_plain_model(config, data), data, device)
-        rates = {
-            "plain timm + torch": plain,
+        rates = {"plain timm + torch": plain}
+        if self.compile and device.type == "cuda":
+            graphs = self._plain_rate(_plain_model(config, data), data, device, mode="reduce-overhead")
+            rates["plain, mode reduce-overhead"] = graphs
+        rates |= {
             "wellposed train": self._our_rate(config, data),
             "wellposed train, no skips": self._our_rate(replace(config, skips=False), data),
             "wellposed train --no-repeatable": self._our_rate(replace(config, repeatable=False), data),
@@ -80,12 +83,15 @@ class TrainBench:
             facts=provenance(device, seed=self.seed),
         )
 
-    def _plain_rate(self, model: "nn.Module", data: "ImageSet", device: "torch.device") -> float:
+    def _plain_rate(
+        self, model: "nn.Module", data: "ImageSet", device: "torch.device", mode: str | None = None
+    ) -> float:
         """The loop one writes first: one batch that is used again and again, no clipping, no schedule, no metrics."""
         import torch
 
+        torch.compiler.reset()
         model = model.to(device).train()
-        forward = torch.compile(model) if self.compile else model
+        forward = torch.compile(model, mode=mode) if self.compile else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.3, fused=device.type == "cuda")
         images = torch.randn(self.batch_size, *data.image_shape, device=device)
         labels = torch.randint(0, len(data.classes), (self.batch_size,), device=device)

@@ -126,7 +126,7 @@ class Loader(ABC):
     def _finished(self, images_NCHW: Tensor, labels_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A part of a batch of `count`, made with its part of the random numbers, which all processes draw alike."""
         part = self._part(count)
-        images_NCHW = (self.augment(images_NCHW, draw(count, self._generator)[part]) - self.mean) / self.std
+        images_NCHW = self.augment(images_NCHW, draw(count, self._generator)[part]).sub_(self.mean).div_(self.std)
         if self.mix is None:
             return images_NCHW, labels_N
         targets_NK = F.one_hot(labels_N, self._class_count).to(images_NCHW.dtype)
@@ -156,7 +156,7 @@ class DeviceLoader(Loader):
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         for share in shares:
-            yield self.images[share], self.labels[share]
+            yield self.images.index_select(0, share), self.labels.index_select(0, share)
 
 
 def _statistics(images_NCHW: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch import nn
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.runs import device_named
@@ -38,3 +39,12 @@ def make_accelerator(device: str) -> Accelerator:
 def use_bf16(precision: Literal["auto", "fp32", "bf16"], device: torch.device) -> bool:
     """Whether to compute in bfloat16: as asked, or on GPUs that have it."""
     return precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+
+def compiled(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """`model` compiled; alone on a GPU also replayed as CUDA graphs, since starting its kernels takes as long as they.
+
+    What a call returns is overwritten by the next one.
+    """
+    graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1
+    return torch.compile(model, mode="reduce-overhead" if graphs else None)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from wellposed.data import Augment, Dataset, Mix, open_loader
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.recipes import describe, load, write
-from wellposed.training.accelerators import use_bf16
+from wellposed.training.accelerators import compiled, use_bf16
 from wellposed.training.config import TrainConfig
 from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, model_arguments
@@ -57,7 +57,7 @@ class Classification:
         average = get_ema_multi_avg_fn(config.ema)
         self._ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True) if config.ema else None
         forward = accelerator.prepare_model(self.model)
-        self._forward = torch.compile(forward) if config.compile else forward
+        self._forward = compiled(forward, accelerator) if config.compile else forward
         self._optimizer = make_optimizer(
             *(config.optimizer, self.model),
             lr=config.lr,

@@ -86,7 +86,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast, or float32 throughout; auto is bf16 on GPUs that have it."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile; on one GPU it is replayed as CUDA graphs, which takes more memory."""
 
     repeatable: bool = True
     """On a GPU, only kernels that give the same bits every time; without, runs are faster and resume up to rounding."""
