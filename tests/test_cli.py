@@ -54,6 +54,20 @@ def test_bench_soap_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected 'cuda'" in capsys.readouterr().err
 
 
+def test_bench_jacobian_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["bench", "jacobian", "--model", "vit_tiny_patch16_224", "--tokens", "12", "--k", "2", "--device", "cpu"]
+    assert main([*small, "--repeats", "1"]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| att", "| blo"))]
+    assert [row[1] for row in rows] == ["svds, curvlinops", 'which="largest"', 'which="both"'] * 2
+    for start in (0, 3):
+        assert len({row[6] for row in rows[start : start + 3]}) == 1  # the largest singular value
+    assert main([*small, "--repeats", "0"]) == 2
+    assert "repeats=0" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "curvlinops", None)
+    assert main(small) == 2
+    assert "pip install curvlinops-for-pytorch" in capsys.readouterr().err
+
+
 def test_unknown_commands_are_status_2() -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["nothing"])

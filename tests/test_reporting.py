@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel, page, save_lines
+from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, image_panel, line_panel, page
 
 LINES = [Line("one", [1, 2, 3], [0.1, 0.2, 0.3], "#4477aa"), Line("a < b", [1, 2, 3], [3.0, 2.0, 1.0], "#ee6677")]
 
@@ -71,7 +71,8 @@ def test_a_page_stands_alone_and_escapes_what_it_is_told() -> None:
 
 
 def test_a_picture_file(tmp_path: Path) -> None:
-    save_lines(tmp_path / "lines.png", [("left", LINES), ("right", LINES)], x="epoch", y="accuracy")
+    panels = [Curves(title, LINES, "epoch", "accuracy") for title in ("left", "right", "below")]
+    curves_figure(panels, across=2, path=tmp_path / "lines.png")
     with Image.open(tmp_path / "lines.png") as picture:
-        assert picture.width > 1.5 * picture.height
+        assert picture.width > 1.3 * picture.height
         assert len(picture.convert("RGB").getcolors(2**20) or []) > 10

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from browser import check_in_a_browser, needs_chromium
 from small_runs import small_config
 from wellposed.cli import main
-from wellposed.data import DeviceLoader, make_shapes, open_data
+from wellposed.data import DeviceLoader, make_shapes, open_data, sampled_images
 from wellposed.runs import Checkpoints, read_journal, step_of
 from wellposed.studies import StudyConfig
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell
 from wellposed.studies.pictures import _attention_on_images, _first_product, _lines
-from wellposed.studies.running import Outcome, probed_images, run_cell
+from wellposed.studies.running import PROBED_IMAGES, Outcome, run_cell
 from wellposed.studies.skips import StudyResult, lead
 from zoo import vit
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--model-args", "embed_dim", "16", "depth", "2", "num_heads", "2", "--epochs", "1", "--device", "cpu"]
 
 
@@ -145,7 +145,7 @@ def test_maps_are_of_the_runs_that_finished(small_study: Path) -> None:
     config = StudyConfig(model_args={"embed_dim": 16, "depth": 2, "num_heads": 2}, epochs=1, out=small_study)
     train, test = (open_data("digits", split) for split in ("train", "test"))
     finished = {Cell("skip", "soap", 0), Cell("skipless", "soap", 1), Cell("conditioned", "soap", 0)}
-    section = _attention_on_images(config, finished, test, probed_images(train, test)[0])
+    section = _attention_on_images(config, finished, test, sampled_images(train, test, PROBED_IMAGES)[0])
     titles = [found for panel in section.panels for found in re.findall(r'aria-label="([^"]+)"', panel)]
     assert titles[:5] == ["image 1", "skip, first", "skip, last", "conditioned, first", "conditioned, last"]
     assert section.across == 5
@@ -160,7 +160,7 @@ def test_the_product_that_is_drawn() -> None:
 
 def test_images_are_probed_as_they_are_trained_on() -> None:
     train, test = make_shapes(40, 16, seed=0), make_shapes(50, 16, seed=1)
-    images, labels = probed_images(train, test)
+    images, labels = sampled_images(train, test, PROBED_IMAGES)
     loader = DeviceLoader(test, 50, shuffle=False, mean=DeviceLoader(train, 1).mean, std=DeviceLoader(train, 1).std)
     everything, all_labels = next(iter(loader))
     assert torch.equal(images[0], everything[0])
@@ -200,33 +200,8 @@ def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: p
     assert stopped <= steps[-1] == 12 * 22
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_in_a_browser(width: int, small_study: Path, tmp_path: Path) -> None:
-    """No console message, every panel drawn, nothing wider than the screen."""
-    report = (small_study / "report.html").read_text(encoding="utf-8")
-    (tmp_path / "frame.html").write_text(
-        f"""<!doctype html><meta charset="utf-8"><iframe id="page" style="width: {width}px; height: 900px"></iframe>
-        <script>
-        const frame = document.getElementById("page");
-        frame.onload = () => {{
-          const d = frame.contentDocument, all = [...d.querySelectorAll("svg")].map(e => e.getBoundingClientRect());
-          document.body.dataset.seen = [d.documentElement.scrollWidth, all.length,
-            all.filter(r => r.width > 40 && r.height > 40).length, getComputedStyle(d.body).fontSize].join(" ");
-        }};
-        frame.srcdoc = {json.dumps(report).replace("</", "<" + chr(92) + "/")};
-        </script>""",
-        encoding="utf-8",
-    )
-    quiet = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
-    shown = ["--window-size=1400,1000", "--dump-dom", (tmp_path / "frame.html").as_uri()]
-    profile = ["--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", *quiet, *profile, *shown]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "CONSOLE" not in done.stderr
-    seen = re.search(r'data-seen="(\d+) (\d+) (\d+) (\S+)"', done.stdout)
-    assert seen is not None
-    assert int(seen[1]) <= width
-    assert seen[2] == seen[3]
-    assert int(seen[2]) > 20
-    assert seen[4] == "16px"
+    page = (small_study / "report.html").read_text(encoding="utf-8")
+    check_in_a_browser(page, width, page.count("<svg"), tmp_path)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from wellposed import errors as errors
 
 if TYPE_CHECKING:
+    from wellposed.diagnosis import Diagnosis as Diagnosis
+    from wellposed.diagnosis import diagnose as diagnose
     from wellposed.errors import WellposedError as WellposedError
     from wellposed.optim import SOAP as SOAP
     from wellposed.recipes import load as load
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from wellposed.skipless import restore_skips as restore_skips
     from wellposed.skipless import skips as skips
     from wellposed.spectrum import jacobian_spectrum as jacobian_spectrum
+    from wellposed.spectrum import ntk as ntk
     from wellposed.studies import StudyConfig as StudyConfig
     from wellposed.studies import StudyResult as StudyResult
     from wellposed.studies import study as study
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from wellposed.training import train as train
 
 _HOMES = {
+    "Diagnosis": "diagnosis",
     "SOAP": "optim",
     "StudyConfig": "studies",
     "StudyResult": "studies",
@@ -44,8 +48,10 @@ _HOMES = {
     "WellposedError": "errors",
     "condition_": "skipless",
     "cut_skips": "skipless",
+    "diagnose": "diagnosis",
     "jacobian_spectrum": "spectrum",
     "load": "recipes",
+    "ntk": "spectrum",
     "recipe": "recipes",
     "restore_skips": "skipless",
     "save": "recipes",

@@ -1,5 +1,7 @@
 """Measured comparisons with what a user would do otherwise, each in one run on one machine."""
 
 from wellposed.bench.condition import ConditionBench as ConditionBench
+from wellposed.bench.diagnose import DiagnoseBench as DiagnoseBench
+from wellposed.bench.jacobian import JacobianBench as JacobianBench
 from wellposed.bench.soap import SoapBench as SoapBench
 from wellposed.bench.train import TrainBench as TrainBench

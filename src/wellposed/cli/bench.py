@@ -2,7 +2,7 @@
 
 from tyro.extras import SubcommandApp
 
-from wellposed.bench import ConditionBench, SoapBench, TrainBench
+from wellposed.bench import ConditionBench, DiagnoseBench, JacobianBench, SoapBench, TrainBench
 
 app = SubcommandApp()
 
@@ -10,6 +10,26 @@ app = SubcommandApp()
 @app.command
 def condition(config: ConditionBench) -> None:
     """Time wellposed.condition_ against one full SVD per head and per W_V, W_O pair.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def diagnose(config: DiagnoseBench) -> None:
+    """Time wellposed.diagnose against the forward pass it watches.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def jacobian(config: JacobianBench) -> None:
+    """Time wellposed.jacobian_spectrum on a block of a ViT against scipy's svds on curvlinops' Jacobian.
 
     Args:
         config: what to measure.

@@ -12,3 +12,5 @@ from wellposed.data.sets import open_data as open_data
 from wellposed.data.shapes import make_shapes as make_shapes
 from wellposed.data.workers import WorkerLoader as WorkerLoader
 from wellposed.data.workers import open_loader as open_loader
+from wellposed.data.workers import sampled_images as sampled_images
+from wellposed.data.workers import usual_statistics as usual_statistics

@@ -54,7 +54,7 @@ class WorkerLoader(Loader):
         # Held from outside, so that it never is part of a reference cycle: collected in one, it loses its queues before
         # it can tell the workers to end, and waits 5 seconds for each.
         weakref.finalize(self, id, self._batches)
-        return _usual_statistics(data.image_shape[0])
+        return usual_statistics(data.image_shape[0])
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         self._shares[:] = [share.tolist() for share in shares]
@@ -100,7 +100,15 @@ class _Shares(torch_data.Dataset[tuple[Tensor, Tensor] | WellposedError]):
         return images, labels
 
 
-def _usual_statistics(channels: int) -> tuple[Tensor, Tensor]:
+def sampled_images(train: Dataset, test: Dataset, count: int) -> tuple[Tensor, Tensor]:
+    """`count` images from all over the test set, normalized as in training, and their labels."""
+    chosen = torch.linspace(0, len(test) - 1, min(count, len(test))).long().tolist()
+    images, labels = zip(*(test[index] for index in chosen), strict=True)
+    usual = open_loader(train, 1, workers=0)
+    return (torch.stack(images) / 255 - usual.mean) / usual.std, torch.tensor(labels)
+
+
+def usual_statistics(channels: int) -> tuple[Tensor, Tensor]:
     """ImageNet's mean and standard deviation, which most models expect; 1/2 unless there are 3 channels."""
     if channels != 3:
         return torch.full((channels, 1, 1), 0.5), torch.full((channels, 1, 1), 0.5)

@@ -3,15 +3,13 @@
 Shapes: B images, N tokens, d wide, H heads.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.diagnosis.watching import attention_seen, tokens_seen
 from wellposed.families import blocks
 from wellposed.spectrum import condition_number
 
@@ -45,25 +43,17 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
         labels: the classes, for the cross-entropy whose gradient is taken.
     """
     found = blocks(model)
-    outputs: list[Tensor] = []
-
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    with attention_seen(model) as attention, ExitStack() as hooks:
-        for block in found:
-            hooks.callback(block.module.register_forward_hook(keep).remove)
+    with attention_seen(model, _mean_diagonal) as attention, tokens_seen(model) as seen:
         loss = F.cross_entropy(model(inputs), labels)
-    diagonals: list[float | None] = [float(matrices.diagonal(dim1=-2, dim2=-1).mean()) for matrices in attention]
-    diagonals = diagonals or [None] * len(found)
+    diagonals: list[float | None] = attention or [None] * len(found)
     params = [[param for param in block.module.parameters() if param.requires_grad] for block in found]
     flat = torch.autograd.grad(loss, [param for group in params for param in group], allow_unused=True)
     gradients = iter(flat)
     states = []
-    for block, group, output, diagonal in zip(found, params, outputs, diagonals, strict=True):
+    for block, group, stages, diagonal in zip(found, params, seen, diagonals, strict=True):
         norms = [gradient.norm() for gradient in (next(gradients) for _ in group) if gradient is not None]
         # Many small decompositions, which a GPU takes one after the other.
-        tokens = _as_tokens(output.detach()).cpu()
+        tokens = stages["output"].cpu()
         condition = condition_number(tokens, tol=0).clamp(max=1 / torch.finfo(tokens.dtype).eps).median()
         states.append(
             BlockState(
@@ -78,21 +68,8 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
     return states
 
 
-@contextmanager
-def attention_seen(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that gets the attention matrices (B, H, N, N) of each block as `model` runs; empty if it has none."""
-    seen: list[Tensor] = []
-    with ExitStack() as hooks:
-        for block in blocks(model):
-            if block.family.attention is not None:
-                name, matrices = block.family.attention
-
-                def look(layer: nn.Module, arguments: Any, matrices: Any = matrices) -> None:
-                    with torch.no_grad():
-                        seen.append(matrices(layer, arguments[0]))
-
-                hooks.callback(block.module.get_submodule(name).register_forward_pre_hook(look).remove)
-        yield seen
+def _mean_diagonal(matrices_BHNN: Tensor) -> float:
+    return float(matrices_BHNN.diagonal(dim1=-2, dim2=-1).mean())
 
 
 def mean_cosine(tokens_BND: Tensor) -> float:
@@ -103,8 +80,3 @@ def mean_cosine(tokens_BND: Tensor) -> float:
     n = unit.shape[1]
     # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
     return float(((unit.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean())
-
-
-def _as_tokens(output: Tensor) -> Tensor:
-    """A block's output as (B, N, d); a convolutional one is (B, d, height, width)."""
-    return output.flatten(2).mT if output.ndim == 4 else output

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -50,6 +51,17 @@ class BlockWeights:
 
 
 @dataclass(frozen=True)
+class AttentionLayer:
+    """A block's attention layer, and how to see what it attends to."""
+
+    name: str
+    matrices: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Tensor]
+    """Its matrices (B, heads, N, N), from the layer, the arguments it was called with and what it returned."""
+    exposed: Callable[[Any], AbstractContextManager[None]] = lambda layer: nullcontext()
+    """A context in which the layer returns what `matrices` asks for."""
+
+
+@dataclass(frozen=True)
 class Family:
     """The blocks of one architecture in one library."""
 
@@ -62,8 +74,13 @@ class Family:
     """The block's matrices; raises UnsuitableModelError with the reason where there are none to speak of."""
     homes: tuple[str, ...]
     """The modules whose classes may stand around a block; any other is an architecture with more to it."""
-    attention: tuple[str, Callable[[Any, Tensor], Tensor]] | None = None
-    """The block's attention layer, and its attention matrices (B, heads, N, N) for an input (B, N, d) to that layer."""
+    stages: Mapping[str, tuple[str, Literal["input", "output"]]]
+    """Where tokens can be seen on their way through the block, as the input or output of one of its layers.
+
+    "attention input" and "mlp input" are what these see, "attention" and "mlp" what they give before it meets the
+    skip, "after attention" is the sum that the MLP's part of the block begins with.
+    """
+    attention: AttentionLayer | None = None
     objection: Callable[[nn.Module], str | None] = lambda block: None
     """Why this particular block is not supported after all, or None."""
 

@@ -3,11 +3,13 @@
 transformers itself is not imported here: a module that reaches this code was made by it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from wellposed.families.family import BlockWeights, Family, Matrix, matrices
+from wellposed.families.family import AttentionLayer, BlockWeights, Family, Matrix, matrices
 from wellposed.families.surgery import SitedModule
 
 MODELS = "transformers.models"
@@ -147,6 +149,22 @@ def _llama_weights(block: Any) -> BlockWeights:
     return BlockWeights(query, key, value, output, mlp, attention.head_dim)
 
 
+@contextmanager
+def _explicit(layer: Any) -> Iterator[None]:
+    """Fused kernels return no matrices; transformers' own, "eager" attention does."""
+    before = layer.config._attn_implementation
+    layer.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        layer.config._attn_implementation = before
+
+
+def _returned(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
+    weights: Tensor = output[1]
+    return weights
+
+
 def _cross_attention(block: nn.Module) -> str | None:
     return "it has cross-attention, whose skip is not supported" if hasattr(block, "crossattention") else None
 
@@ -158,6 +176,14 @@ FAMILIES = (
         skips={"attention": ("", ViTLayer), "mlp": ("", ViTLayer)},
         weights=_vit_weights,
         homes=(f"{MODELS}.vit.modeling_vit",),
+        stages={
+            "attention input": ("attention", "input"),
+            "attention": ("attention", "output"),
+            "after attention": ("layernorm_after", "input"),
+            "mlp input": ("mlp", "input"),
+            "mlp": ("mlp", "output"),
+        },
+        attention=AttentionLayer("attention", _returned, _explicit),
     ),
     Family(
         name="HuggingFace BERT",
@@ -165,6 +191,14 @@ FAMILIES = (
         skips={"attention": ("attention.output", BertSelfOutput), "mlp": ("output", BertOutput)},
         weights=_bert_weights,
         homes=(f"{MODELS}.bert.modeling_bert",),
+        stages={
+            "attention input": ("attention.self", "input"),
+            "attention": ("attention.output.dense", "output"),
+            "after attention": ("attention", "output"),
+            "mlp input": ("intermediate", "input"),
+            "mlp": ("output.dense", "output"),
+        },
+        attention=AttentionLayer("attention.self", _returned, _explicit),
         objection=_cross_attention,
     ),
     Family(
@@ -173,6 +207,14 @@ FAMILIES = (
         skips={"attention": ("", GPT2Block), "mlp": ("", GPT2Block)},
         weights=_gpt2_weights,
         homes=(f"{MODELS}.gpt2.modeling_gpt2",),
+        stages={
+            "attention input": ("attn", "input"),
+            "attention": ("attn", "output"),
+            "after attention": ("ln_2", "input"),
+            "mlp input": ("mlp", "input"),
+            "mlp": ("mlp", "output"),
+        },
+        attention=AttentionLayer("attn", _returned, _explicit),
         objection=_cross_attention,
     ),
     Family(
@@ -181,5 +223,13 @@ FAMILIES = (
         skips={"attention": ("", LlamaDecoderLayer), "mlp": ("", LlamaDecoderLayer)},
         weights=_llama_weights,
         homes=(f"{MODELS}.llama.modeling_llama",),
+        stages={
+            "attention input": ("self_attn", "input"),
+            "attention": ("self_attn", "output"),
+            "after attention": ("post_attention_layernorm", "input"),
+            "mlp input": ("mlp", "input"),
+            "mlp": ("mlp", "output"),
+        },
+        attention=AttentionLayer("self_attn", _returned, _explicit),
     ),
 )

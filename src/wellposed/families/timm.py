@@ -6,10 +6,11 @@ timm itself is not imported here: a module that reaches this code was made by it
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.errors import UnsuitableModelError
-from wellposed.families.family import BlockWeights, Family, Matrix, class_path, matrices
+from wellposed.families.family import AttentionLayer, BlockWeights, Family, Matrix, class_path, matrices
 from wellposed.families.surgery import SitedModule
 
 ATTENTION = "timm.layers.attention.Attention"
@@ -59,10 +60,17 @@ def _vit_weights(block: Any) -> BlockWeights:
     return BlockWeights(query, key, value, Matrix(attention.proj), (*first, Matrix(mlp.fc2)), attention.head_dim)
 
 
-def _vit_attention(layer: Any, x_BND: Tensor) -> Tensor:
+def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
+    x_BND: Tensor = arguments[0]
     b, n, _ = x_BND.shape
     q, k, _ = layer.qkv(x_BND).reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
-    return (layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT).softmax(-1)
+    logits = layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT
+    mask = options.get("attn_mask")
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if options.get("is_causal"):
+        logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1)
 
 
 def _convmixer_weights(block: nn.Module) -> BlockWeights:
@@ -81,7 +89,14 @@ FAMILIES = (
         homes=tuple(
             f"timm.models.{module}" for module in ("vision_transformer", "deit", "pit", "naflexvit", "_features")
         ),
-        attention=("attn", _vit_attention),
+        stages={
+            "attention input": ("attn", "input"),
+            "attention": ("ls1", "output"),
+            "after attention": ("norm2", "input"),
+            "mlp input": ("mlp", "input"),
+            "mlp": ("ls2", "output"),
+        },
+        attention=AttentionLayer("attn", _vit_attention),
     ),
     Family(
         name="timm ConvMixer",
@@ -89,5 +104,6 @@ FAMILIES = (
         skips={"attention": ("", ConvMixerResidual)},
         weights=_convmixer_weights,
         homes=("timm.models.convmixer",),
+        stages={"attention input": ("fn", "input"), "attention": ("fn", "output")},
     ),
 )

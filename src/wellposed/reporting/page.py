@@ -14,7 +14,7 @@ body { margin: 0 auto; padding: 1.2rem 1rem 4rem; max-width: 68rem; background: 
   font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: .5rem 0 1rem; }
 h2 { font-size: 1.2rem; margin: 2.6rem 0 .4rem; }
-p { max-width: 44rem; margin: .5rem 0; }
+p, ul { max-width: 44rem; margin: .5rem 0; }
 .lead { font-size: 1.12rem; }
 .panels { display: grid; gap: .8rem 1.2rem; margin: .8rem 0; overflow-x: auto;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, calc(58rem / var(--across))), 1fr)); }
@@ -23,7 +23,9 @@ p { max-width: 44rem; margin: .5rem 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .8rem 0; }
 th, td { padding: .35rem .9rem .35rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
+td { white-space: nowrap; }
 td:not(:first-child), th:not(:first-child) { font-variant-numeric: tabular-nums; }
+.facts td { white-space: normal; }
 .facts td:first-child { color: var(--soft); white-space: nowrap; }
 code { background: var(--wash); padding: .1rem .3rem; border-radius: .25rem; overflow-wrap: anywhere; }
 """
@@ -31,12 +33,14 @@ code { background: var(--wash); padding: .1rem .3rem; border-radius: .25rem; ove
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what there is to see in words, and a table or panels that show it."""
+    """A heading, what there is to see in words, and a list, a table or panels that show it."""
 
     title: str
     text: str
     panels: Sequence[str] = ()
     """Inline SVG."""
+    items: Sequence[str] = ()
+    """Of a list."""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     across: int = 3
@@ -71,6 +75,8 @@ def page(title: str, lead: str, sections: Sequence[Section], facts: Mapping[str,
 
 def _section(section: Section) -> str:
     parts = [f"<h2>{escape(section.title)}</h2>", f"<p>{escape(section.text)}</p>"]
+    if section.items:
+        parts.append(f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in section.items)}</ul>")
     if section.rows:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in section.columns)
         rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in section.rows)

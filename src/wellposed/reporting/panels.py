@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from wellposed.runs import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 3.5, 2.6
 _INK = "#010203"  # stands for the colour of the text
@@ -35,17 +40,41 @@ def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool =
     return drawn[0]
 
 
-def save_lines(path: Path, panels: Sequence[tuple[str, Sequence[Line]]], *, x: str, y: str) -> None:
-    """Panels of curves, each with its title, side by side in a picture file with a white background."""
+@dataclass(frozen=True)
+class Curves:
+    """A panel of curves over one another."""
+
+    title: str
+    lines: Sequence[Line]
+    x: str
+    y: str
+    log: bool = False
+
+    def svg(self) -> str:
+        """As inline SVG."""
+        return line_panel(self.title, self.lines, x=self.x, y=self.y, log=self.log)
+
+
+def curves_figure(
+    panels: Sequence[Curves], *, across: int, share_y: bool = False, path: str | Path | None = None
+) -> "Figure":
+    """Panels side by side on white, `across` in a row, also written to the picture file `path` if given."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.3 * WIDTH * len(panels), 1.2 * HEIGHT), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for axes, (title, lines) in zip(grid[0], panels, strict=True):
-        axes.set_title(title)
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(1.3 * WIDTH * min(across, len(panels)), 1.2 * HEIGHT * down), layout="constrained")
+    grid = list(figure.subplots(down, min(across, len(panels)), sharey=share_y, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        axes.set_title(panel.title)
         axes.spines[["top", "right"]].set_visible(False)
-        _draw_lines(axes, lines, x, y)
-    figure.savefig(path, format="png", dpi=150)
+        _draw_lines(axes, panel.lines, panel.x, panel.y)
+        axes.set_yscale("log" if panel.log else "linear")
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    if path is not None:
+        with atomic_path(Path(path)) as file:
+            figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png", dpi=150)
+    return figure
 
 
 def _draw_lines(axes: Any, lines: Sequence[Line], x: str, y: str) -> None:

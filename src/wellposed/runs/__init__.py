@@ -10,4 +10,5 @@ from wellposed.runs.files import write_json as write_json
 from wellposed.runs.files import writing_to as writing_to
 from wellposed.runs.journal import Journal as Journal
 from wellposed.runs.journal import read_journal as read_journal
+from wellposed.runs.progress import tracked as tracked
 from wellposed.runs.provenance import provenance as provenance

@@ -1,7 +1,5 @@
 """The initialization that lets a transformer train without skips (arXiv 2510.00345, Section 4)."""
 
-import sys
-from collections.abc import Iterable
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.families import Block, BlockWeights, Matrix, blocks, readable_name, unwrapped
+from wellposed.runs import tracked
 from wellposed.skipless.initializers import query_key_factors, semi_orthogonal, suo_scale
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,7 +68,7 @@ def condition_(
         raise InvalidArgumentError(f"generator={generator!r}: expected a torch.Generator or None")
     found = blocks(model)
     weights = [_checked_weights(model, block) for block in found]
-    for block, matrices in _with_progress(list(zip(found, weights, strict=True))):
+    for block, matrices in tracked(list(zip(found, weights, strict=True)), "conditioning"):
         _reset_vectors(block.module)
         _condition_queries_and_keys(matrices, alpha, beta, generator)
         _write(matrices.value, c, generator)
@@ -188,12 +187,3 @@ def _check_number(name: str, value: float, *, positive: bool) -> None:
 def _working_device(weight: Tensor) -> torch.device:
     """Where to decompose in float64: with the weight, unless its device has no float64."""
     return torch.device("cpu") if weight.device.type == "mps" else weight.device
-
-
-def _with_progress(work: list[tuple[Block, BlockWeights]]) -> Iterable[tuple[Block, BlockWeights]]:
-    if not sys.stderr.isatty():
-        return work
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(work, description="conditioning", console=Console(stderr=True), transient=True)

@@ -65,9 +65,13 @@ def attention_jacobian(
     return AttentionJacobian(values, weights)
 
 
-def weyl_condition_bound(through_values: Tensor, through_weights: Tensor) -> Tensor:
-    """Lemma 1 in Weyl's form: kappa(B + E) <= (s_max(B) + s_max(E)) / (s_min(B) - s_max(E)), inf if E is too large."""
-    b = torch.linalg.svdvals(through_values)
-    e = torch.linalg.matrix_norm(through_weights, 2)
-    room = b[..., -1] - e
-    return torch.where(room > 0, (b[..., 0] + e) / room, torch.inf)
+def weyl_condition_bound(largest: Tensor, smallest: Tensor, perturbation: Tensor) -> Tensor:
+    """Lemma 1 in Weyl's form: kappa(B + E) <= (s_max(B) + s_max(E)) / (s_min(B) - s_max(E)), inf if E is too large.
+
+    Args:
+        largest: singular value of B.
+        smallest: singular value of B.
+        perturbation: the largest singular value of E.
+    """
+    room = smallest - perturbation
+    return torch.where(room > 0, (largest + perturbation) / room, torch.inf)

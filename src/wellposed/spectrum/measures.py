@@ -17,7 +17,7 @@ def singular_values(matrices: Tensor, dtype: torch.dtype = torch.float64) -> Ten
         >>> singular_values(torch.tensor([[3.0, 0.0], [0.0, -4.0]]))
         tensor([4., 3.], dtype=torch.float64)
     """
-    return torch.linalg.svdvals(_checked(matrices, dtype))
+    return torch.linalg.svdvals(as_matrices(matrices, dtype))
 
 
 def product_singular_values(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -28,7 +28,7 @@ def product_singular_values(left: Tensor, right: Tensor, dtype: torch.dtype = to
     """
     if left.shape[-1] != right.shape[-1]:
         raise InvalidArgumentError(f"factors of widths {left.shape[-1]} and {right.shape[-1]}: expected the same")
-    first, second = (torch.linalg.qr(_checked(factor, dtype), mode="r").R for factor in (left, right))
+    first, second = (torch.linalg.qr(as_matrices(factor, dtype), mode="r").R for factor in (left, right))
     return torch.linalg.svdvals(first @ second.mT)
 
 
@@ -62,7 +62,7 @@ def spectral_norm(matrices: Tensor, dtype: torch.dtype = torch.float64) -> Tenso
 
 def frobenius_norm(matrices: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """The root of the sum of squares of each matrix."""
-    return torch.linalg.matrix_norm(_checked(matrices, dtype))
+    return torch.linalg.matrix_norm(as_matrices(matrices, dtype))
 
 
 def stable_rank(matrices: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -94,7 +94,7 @@ def _per_largest(values: Tensor) -> Tensor:
     return values / largest.where(largest > 0, 1.0)
 
 
-def _checked(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def as_matrices(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """`matrices` in `dtype`, once it is sure that they have singular values."""
     if matrices.ndim < 2 or 0 in matrices.shape:
         raise InvalidArgumentError(f"matrices of shape {tuple(matrices.shape)}: expected (..., m, n), none of them 0")

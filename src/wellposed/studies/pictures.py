@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.data import Dataset, open_data
+from wellposed.data import Dataset, open_data, sampled_images
 from wellposed.diagnosis import attention_seen
 from wellposed.families import blocks
 from wellposed.recipes import load
-from wellposed.reporting import Line, Section, heat_panel, image_panel, line_panel, save_lines
+from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, image_panel, line_panel
 from wellposed.runs import read_journal
 from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
-from wellposed.studies.running import probed_images
+from wellposed.studies.running import PROBED_IMAGES
 from wellposed.training.models import build_model, fitted_to_data
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     """What the page shows, in the order in which it explains itself."""
     run = config.run(Cell("skip", "soap", config.seed))
     train, test = (open_data(run.data, split, run.image_size) for split in ("train", "test"))
-    images, _ = probed_images(train, test)
+    images, _ = sampled_images(train, test, PROBED_IMAGES)
     finished = {outcome.cell for outcome in result.outcomes if outcome.accuracy is not None}
     return [
         _table(config, result),
@@ -69,8 +69,11 @@ def _table(config: StudyConfig, result: "StudyResult") -> Section:
 
 def save_accuracies(config: StudyConfig, path: Path) -> None:
     """The result in one picture: test accuracy over the epochs, a panel per optimizer."""
-    panels = [(TITLES[optimizer], _lines(config, optimizer, "test", "accuracy")) for optimizer in OPTIMIZERS]
-    save_lines(path, panels, x="epoch", y="test accuracy")
+    panels = [
+        Curves(TITLES[optimizer], _lines(config, optimizer, "test", "accuracy"), "epoch", "test accuracy")
+        for optimizer in OPTIMIZERS
+    ]
+    curves_figure(panels, across=len(panels), share_y=True, path=path)
 
 
 def _curves(config: StudyConfig) -> Section:

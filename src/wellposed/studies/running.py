@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor, nn
+from torch import nn
 
-from wellposed.data import Dataset, open_data, open_loader
+from wellposed.data import open_data, sampled_images
 from wellposed.data.processes import CONTEXT, end_with_parent, start_server
 from wellposed.diagnosis import probe
 from wellposed.errors import DivergedError, RunError, WellposedError
@@ -136,7 +136,7 @@ def _work(config: TrainConfig, cell: Cell, results: Connection) -> None:
 def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
     """Train one cell, or go on with it."""
     sets = [open_data(config.data, split, config.image_size) for split in ("train", "test")]
-    images, labels = probed_images(*sets)
+    images, labels = sampled_images(sets[0], sets[1], PROBED_IMAGES)
 
     def look(model: nn.Module) -> dict[str, Any]:
         device = next(model.parameters()).device
@@ -149,14 +149,6 @@ def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
     except DivergedError as error:
         return Outcome(cell, None, 0.0, str(error).partition(". ")[0])
     return Outcome(cell, done.accuracy, done.seconds)
-
-
-def probed_images(train: Dataset, test: Dataset) -> tuple[Tensor, Tensor]:
-    """Images from all over the test set, normalized as in training, and their labels."""
-    chosen = torch.linspace(0, len(test) - 1, min(PROBED_IMAGES, len(test))).long().tolist()
-    images, labels = zip(*(test[index] for index in chosen), strict=True)
-    usual = open_loader(train, 1, workers=0)
-    return (torch.stack(images) / 255 - usual.mean) / usual.std, torch.tensor(labels)
 
 
 def _finished(config: TrainConfig, cell: Cell) -> Outcome | None:

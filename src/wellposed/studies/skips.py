@@ -69,8 +69,7 @@ def study(config: StudyConfig) -> StudyResult:
             with atomic_path(result.report) as temporary:
                 text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
                 temporary.write_text(text, encoding="utf-8")
-            with atomic_path(config.out / "accuracy.png") as temporary:
-                save_accuracies(config, temporary)
+            save_accuracies(config, config.out / "accuracy.png")
             write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
 

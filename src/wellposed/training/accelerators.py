@@ -1,7 +1,8 @@
 """Where a run takes place: accelerate's view of devices, precision and processes."""
 
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -41,7 +42,7 @@ def use_bf16(precision: Literal["auto", "fp32", "bf16"], device: torch.device) -
     return precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
 
 
-def compiled(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def compiled(model: nn.Module, accelerator: Accelerator) -> Callable[..., Any]:
     """`model` compiled; alone on a GPU also replayed as CUDA graphs, since starting its kernels takes as long as they.
 
     What a call returns is overwritten by the next one.

@@ -1,0 +1,167 @@
+"""Models and inputs from what a command line can say: a name, a folder, a file, a picture, a text."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.data import make_shapes, open_data, sampled_images, usual_statistics
+from wellposed.diagnosis.diagnose import Inputs
+from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
+from wellposed.recipes import WEIGHTS, load
+
+
+def open_model(source: str, checkpoint: Path | None = None, model_args: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model that `source` names; nothing is downloaded, and nothing in a file is executed.
+
+    Args:
+        source: a folder that wellposed.save or `wellposed train` wrote, a folder with a HuggingFace model in
+            safetensors, a .gguf file, or the name of a timm model.
+        checkpoint: weights for a timm model, .safetensors or torch's; without, it is at its initialization.
+        model_args: further arguments of timm.create_model.
+    """
+    path = Path(source)
+    if path.exists() and (checkpoint is not None or model_args):
+        raise InvalidArgumentError(f"{source} has its own weights and settings: leave checkpoint and model_args out")
+    if path.is_dir() and (path / WEIGHTS).exists():
+        return load(path)
+    if path.is_dir() or path.suffix == ".gguf":
+        return _transformers_model(path)
+    return _timm_model(source, checkpoint, dict(model_args or {}))
+
+
+def open_inputs(
+    model: nn.Module, source: str, *, images: Sequence[Path] = (), data: str | None = None, text: str | None = None
+) -> Inputs:
+    """A batch for `model` from one of `images`, `data` and `text`; generated pictures if all are missing."""
+    if sum([bool(images), data is not None, text is not None]) > 1:
+        raise InvalidArgumentError("image, data and text: expected one of them")
+    if text is not None:
+        return text_inputs(source, text)
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        raise InvalidArgumentError(f"{source} takes no images: give it a --text, or a file that holds one")
+    return picture_inputs(model, images) if data is None else data_inputs(data)
+
+
+def picture_inputs(model: nn.Module, files: Sequence[Path]) -> Tensor:
+    """The pictures, or the pictures in the folders, among `files` as `model` takes them: (B, C, size, size)."""
+    from PIL import Image, UnidentifiedImageError
+    from torchvision.transforms import v2
+
+    if not files:
+        size = _image_size(model)
+        pictures = [image / 255 for image in make_shapes(16, size, seed=1).images]
+    else:
+        crop = v2.Compose([v2.Resize(_image_size(model), antialias=True), v2.CenterCrop(_image_size(model))])
+        pictures = []
+        for file in _pictures(files):
+            try:
+                image = Image.open(file).convert("RGB")
+            except (OSError, UnidentifiedImageError) as error:
+                raise DataError(f"{file} cannot be read as a picture: {error}") from error
+            pictures.append(crop(v2.functional.pil_to_tensor(image)) / 255)
+    images = torch.stack(pictures)
+    if next(module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)) == 1:
+        images = images.mean(1, keepdim=True)
+    mean, std = usual_statistics(images.shape[1])
+    return (images - mean) / std
+
+
+def data_inputs(spec: str, count: int = 64) -> Tensor:
+    """Images from all over the test set that `spec` names, normalized as in training."""
+    train, test = (open_data(spec, split) for split in ("train", "test"))
+    return sampled_images(train, test, count)[0]
+
+
+def text_inputs(source: str, text: str, length: int = 128, count: int = 16) -> dict[str, Tensor]:
+    """`text`, or what the file of that name holds, as at most `count` rows of `length` tokens of the model's own."""
+    from transformers import AutoTokenizer
+
+    path, file = Path(source), Path(text)
+    if len(text) < 256 and file.is_file():
+        text = file.read_text(encoding="utf-8")
+    named = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if named else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **named)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelFileError(f"{source} has no tokenizer that can be read: {error}") from error
+    ids = torch.tensor(tokenizer(text[: 32 * length * count])["input_ids"])
+    if not len(ids):
+        raise InvalidArgumentError("text is empty: expected a sentence at least")
+    rows = ids[None] if len(ids) < length else ids[: len(ids) // length * length].view(-1, length)
+    return {"input_ids": rows[:count]}
+
+
+def _transformers_model(path: Path) -> nn.Module:
+    try:
+        from transformers import AutoModel
+    except ModuleNotFoundError as error:
+        raise ModelFileError(f"{path}: reading it needs transformers (pip install transformers)") from error
+    if not path.exists():
+        raise ModelFileError(f"{path} does not exist; expected a folder with a model, a .gguf file or a timm name")
+    try:
+        if path.suffix == ".gguf":
+            return AutoModel.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoModel.from_pretrained(path, use_safetensors=True, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelFileError(f"{path} cannot be read as a model: {' '.join(str(error).split())[:300]}") from error
+
+
+def _timm_model(name: str, checkpoint: Path | None, model_args: dict[str, Any]) -> nn.Module:
+    import timm
+
+    if not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), 3)
+        raise InvalidArgumentError(
+            f"model={name!r}: expected a folder with a model, a .gguf file or a timm model"
+            + (f" such as {', '.join(close)}" if close else "")
+        )
+    if checkpoint is None:
+        return _created(name, model_args)
+    try:
+        state = timm.models.load_state_dict(str(checkpoint), use_ema=False, weights_only=True)
+    except Exception as error:  # whatever a broken or hostile file makes the reader raise
+        raise ModelFileError(f"{checkpoint} cannot be read as weights: {' '.join(str(error).split())[:300]}") from error
+    heads = [len(value) for key, value in state.items() if key in {"head.weight", "head.fc.weight", "fc.weight"}]
+    model = _created(name, {"num_classes": heads[0] if heads else 0, **model_args})
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelFileError(f"the weights in {checkpoint} do not fit {name}: {_first_lines(error)}") from error
+    return model
+
+
+def _created(name: str, model_args: dict[str, Any]) -> nn.Module:
+    import timm
+
+    try:
+        return timm.create_model(name, **model_args)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise InvalidArgumentError(f"model={name!r} cannot be made with {model_args}: {error}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(" ".join(str(error).splitlines()[1:3]).split())[:300]
+
+
+def _pictures(files: Sequence[Path]) -> list[Path]:
+    kinds = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+    found = []
+    for file in files:
+        if not file.exists():
+            raise DataError(f"image={file}: there is no such file")
+        inside = sorted(path for path in file.rglob("*") if path.suffix.lower() in kinds) if file.is_dir() else [file]
+        if not inside:
+            raise DataError(f"image={file}: there is no picture in this folder")
+        found += inside
+    return found[:64]
+
+
+def _image_size(model: Any) -> int:
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's ViT
+    size = size or getattr(getattr(model, "config", None), "image_size", None)  # transformers' ViT
+    return (size[0] if isinstance(size, tuple | list) else size) or 224

@@ -1,0 +1,39 @@
+"""Tables for a terminal."""
+
+from collections.abc import Sequence
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under their headings, which are broken at spaces so as not to be wider than what stands below them.
+
+    Example:
+        >>> print(text_table(["block", "a long name"], [["blocks.0", "1.5"], ["blocks.1", "12"]]))
+                      a
+                   long
+        block      name
+        blocks.0    1.5
+        blocks.1     12
+    """
+    widths = [
+        max([len(row[i]) for row in rows] + [len(word) for word in column.split()]) for i, column in enumerate(columns)
+    ]
+    heads = [_broken(column, width) for column, width in zip(columns, widths, strict=True)]
+    height = max(map(len, heads))
+    lines = [[([""] * (height - len(head)) + head)[i] for head in heads] for i in range(height)]
+    return "\n".join(
+        "   ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [*lines, *rows]
+    )
+
+
+def _broken(text: str, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
