@@ -52,15 +52,15 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
         notes.append("The model is in training mode; it was measured in eval mode, without dropout.")
     with _in_eval_mode(model), tokens_seen(model) as seen, attention_seen(model, _attention_numbers) as attention:
         _run(model, inputs)
-    tokens = _measured_tokens(found, seen)
+    tokens, extremes = _measured_tokens(found, seen)
     conditions = _attention_conditions([matrices for _, matrices in attention])
     weights = _measured_weights(found, notes)
     with _in_eval_mode(model):
-        extremes = block_jacobians(model, found, lambda: _run(model, _first_of(inputs))) if jacobians else None
+        spectra = block_jacobians(model, found, lambda: _run(model, _first_of(inputs))) if jacobians else None
     reports = []
     for i, block in enumerate(found):
         attended = Attention(**attention[i][0], condition=conditions[i]) if attention else None
-        spectra = extremes[i] if extremes else None
+        jacobian = spectra[i] if spectra else None
         reports.append(
             BlockReport(
                 name=block.name,
@@ -68,8 +68,10 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
                 tokens=tokens[i],
                 attention=attended,
                 weights=weights[i],
-                jacobians=spectra.whole if spectra else {},
-                predictions=predictions(block, tokens[i], seen[i], attended, weights[i], spectra),
+                jacobians=jacobian.whole if jacobian else {},
+                predictions=predictions(
+                    *(block, tokens[i], extremes[i], attended, weights[i], jacobian), seen[i]["output"].shape[1]
+                ),
             )
         )
     first = seen[0]["input"]
@@ -126,20 +128,41 @@ def _cut(block: Block) -> set[str]:
     return {skip for skip, layer in layers.items() if skip in sites_of(layer).cut}
 
 
-def _measured_tokens(found: Sequence[Block], seen: Sequence[dict[str, Tensor]]) -> list[dict[str, Tokens]]:
+def _measured_tokens(
+    found: Sequence[Block], seen: Sequence[dict[str, Tensor]]
+) -> tuple[list[dict[str, Tokens]], list[dict[str, tuple[Tensor, Tensor]]]]:
+    """What is said about the tokens of each block and stage, and their extreme singular values."""
     places = [(i, stage) for i, stages in enumerate(seen) for stage in STAGES if stage in stages]
-    for i, stage in places:
-        if not seen[i][stage].isfinite().all():
-            raise InvalidArgumentError(
-                f"the tokens of {found[i].name} ({stage}) hold NaN or Inf: the model's weights or its inputs are broken"
-            )
-    extremes = _together(extreme_singular_values, [(seen[i][stage],) for i, stage in places])
+    own = [(i, stage) for i, stage in places if stage != "input" or not _goes_on(seen, i)]
+    try:
+        ends = _together(extreme_singular_values, [(seen[i][stage],) for i, stage in own])
+    except InvalidArgumentError as error:
+        for i, stage in own:
+            if not seen[i][stage].isfinite().all():
+                raise InvalidArgumentError(
+                    f"the tokens of {found[i].name} ({stage}) hold NaN or Inf: the model's weights or its inputs are "
+                    "broken"
+                ) from error
+        raise
     measured: list[dict[str, Tokens]] = [{} for _ in seen]
-    for (i, stage), (largest, smallest) in zip(places, extremes, strict=True):
-        matrices = seen[i][stage]
-        squared = matrices.double().square().sum((-2, -1)) / largest.square().where(largest > 0, 1.0)
-        measured[i][stage] = Tokens(_spread(_ratio(largest, smallest)), _spread(squared), mean_cosine(matrices))
-    return measured
+    extremes: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in seen]
+    for (i, stage), (largest, smallest) in zip(own, ends, strict=True):
+        tokens_BND = seen[i][stage]
+        norms = torch.linalg.vector_norm(tokens_BND, dim=(1, 2), dtype=torch.float64)
+        rank = (norms / largest.where(largest > 0, 1.0)).square()
+        extremes[i][stage] = largest, smallest
+        measured[i][stage] = Tokens(_spread(_ratio(largest, smallest)), _spread(rank), mean_cosine(tokens_BND))
+    for i, stage in sorted({*places} - {*own}):
+        measured[i][stage], extremes[i][stage] = measured[i - 1]["output"], extremes[i - 1]["output"]
+    return measured, extremes
+
+
+def _goes_on(seen: Sequence[dict[str, Tensor]], i: int) -> bool:
+    """Whether the input of block `i` is the output of the one before it, as it mostly is."""
+    if i == 0:
+        return False
+    first, second = seen[i - 1]["output"], seen[i]["input"]
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
 
 def _attention_numbers(matrices_BHNN: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -148,12 +171,13 @@ def _attention_numbers(matrices_BHNN: Tensor) -> tuple[dict[str, Any], Tensor]:
     n = a.shape[-1]
     diagonal = a.diagonal(dim1=-2, dim2=-1)
     entropy = torch.special.entr(a).sum(-1).mean() / math.log(n) if n > 1 else a.new_zeros(())
-    is_causal = n > 1 and not a.triu(1).any()
-    logits = a.clamp(min=torch.finfo(a.dtype).tiny).log()  # up to a constant per row
-    hidden = torch.ones(n, n, dtype=torch.bool, device=a.device).triu(1) & is_causal
-    spread = logits.amax(-1) - logits.masked_fill(hidden, torch.inf).amin(-1)
-    others = logits - torch.diag(torch.full((n,), torch.inf, device=a.device))
-    margin = logits.diagonal(dim1=-2, dim2=-1) - others.amax(-1)
+    is_causal = n > 1 and not a[0].triu(1).any()
+    logits = a.clamp(min=torch.finfo(a.dtype).tiny).log_()  # up to a constant per row
+    hidden = torch.ones(n, n, dtype=torch.bool, device=a.device).triu(1)
+    lowest = (logits.masked_fill(hidden, torch.inf) if is_causal else logits).amin(-1)
+    spread = logits.amax(-1) - lowest
+    own = logits.diagonal(dim1=-2, dim2=-1)
+    margin = own.clone() - logits.masked_fill_(torch.eye(n, dtype=torch.bool, device=a.device), -torch.inf).amax(-1)
     numbers = {
         "diagonal": diagonal.mean(),
         "entropy": entropy,

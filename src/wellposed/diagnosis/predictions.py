@@ -12,7 +12,7 @@ from torch import Tensor
 from wellposed.diagnosis.jacobians import BlockJacobians
 from wellposed.diagnosis.report import Attention, Prediction, Tokens, Weights
 from wellposed.families import Block
-from wellposed.spectrum import depthwise_singular_values, extreme_singular_values, weyl_condition_bound
+from wellposed.spectrum import depthwise_singular_values, weyl_condition_bound
 
 SKIPLESS, GRAYING = "2510.00345", "2505.01996"
 
@@ -20,18 +20,19 @@ SKIPLESS, GRAYING = "2510.00345", "2505.01996"
 def predictions(
     block: Block,
     tokens: dict[str, Tokens],
-    seen: dict[str, Tensor],
+    extremes: dict[str, tuple[Tensor, Tensor]],
     attention: Attention | None,
     weights: Weights | None,
     jacobians: BlockJacobians | None,
+    n: int,
 ) -> tuple[Prediction, ...]:
-    """All that apply to `block`."""
+    """All that apply to `block`, seen with `n` tokens whose `extremes` are their singular values."""
     found = []
     if attention is not None:
-        found += _of_softmax(attention, seen["output"].shape[1])
+        found += _of_softmax(attention, n)
     if weights is not None:
-        found += _of_linear_attention(tokens, seen["attention input"], weights)
-    found += _of_convolution(block, tokens, seen["output"].shape[1])
+        found += _of_linear_attention(tokens, *extremes["attention input"], weights)
+    found += _of_convolution(block, tokens, n)
     if jacobians is not None and jacobians.through_values is not None:
         found += _of_jacobian(jacobians, attention)
     return tuple(found)
@@ -53,7 +54,9 @@ def _of_softmax(attention: Attention, n: int) -> list[Prediction]:
     return found
 
 
-def _of_linear_attention(tokens: dict[str, Tokens], x_BND: Tensor, weights: Weights) -> list[Prediction]:
+def _of_linear_attention(
+    tokens: dict[str, Tokens], largest: Tensor, smallest: Tensor, weights: Weights
+) -> list[Prediction]:
     """Propositions 4.1 and 4.2: without its skip attention cubes the condition number of its input, with it not."""
     constant = math.prod(weights.factors)
     condition = tokens["attention input"].condition.median
@@ -67,7 +70,6 @@ def _of_linear_attention(tokens: dict[str, Tokens], x_BND: Tensor, weights: Weig
         )
     ]
     if "after attention" in tokens:
-        largest, smallest = extreme_singular_values(x_BND)
         ratios = (constant * largest**3 + largest) / (smallest**3 + smallest)
         measured = tokens["after attention"].condition.median
         quantity = "condition number after attention's skip"

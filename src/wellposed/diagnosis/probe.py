@@ -74,9 +74,10 @@ def _mean_diagonal(matrices_BHNN: Tensor) -> float:
 
 def mean_cosine(tokens_BND: Tensor) -> float:
     """The mean cosine between two different tokens of an input; 1 where there is only one."""
-    unit = F.normalize(tokens_BND.double(), dim=-1)
+    unit = F.normalize(tokens_BND if tokens_BND.dtype == torch.float64 else tokens_BND.float(), dim=-1)
     if unit.shape[1] == 1:
         return 1.0
     n = unit.shape[1]
     # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
-    return float(((unit.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean())
+    total = unit.sum(1, dtype=torch.float64)
+    return float(((total.square().sum(-1) - n) / (n * (n - 1))).mean())

@@ -62,13 +62,11 @@ def resolution(size: int) -> float:
 def _extremes(matrices: Tensor, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """From the largest and smallest eigenvalues that `ends` finds of Gram matrices of trace 1."""
     matrices = as_matrices(matrices, torch.float64)
-    scale = matrices.abs().amax((-2, -1), keepdim=True)
-    matrices = matrices / scale.where(scale > 0, 1.0)
     gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     top, bottom = ends(gram / trace.where(trace > 0, 1.0))
     is_singular = bottom <= resolution(gram.shape[-1]) ** 2 * top
-    unit = (scale * trace.sqrt())[..., 0, 0]
+    unit = trace.sqrt()[..., 0, 0]
     return unit * top.sqrt(), unit * bottom.where(~is_singular, 0.0).sqrt()
 
 

@@ -28,25 +28,23 @@ Hook = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def eval_derivatives(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, where all kinds of derivatives work; afterwards its modules are in their own modes."""
+def evaluated(model: nn.Module) -> Iterator[Values]:
+    """The model in eval mode, ready for all derivatives; afterwards its modules are in the modes they were in.
+
+    Gives its parameters and copies of its buffers, in float32 where they have 16 bits.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    half = {torch.float16, torch.bfloat16}
     model.eval()
     try:
         with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             # The fused kernels have no forward-mode derivative, and torch warns of itself when it first takes one.
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            yield
+            tensors = {name: buffer.clone() for name, buffer in model.named_buffers()} | dict(model.named_parameters())
+            yield {name: (value.float() if value.dtype in half else value).detach() for name, value in tensors.items()}
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def values_of(model: nn.Module) -> Values:
-    """The model's parameters and copies of its buffers, in float32 where they have 16 bits."""
-    tensors = {name: buffer.clone() for name, buffer in model.named_buffers()} | dict(model.named_parameters())
-    half = {torch.float16, torch.bfloat16}
-    return {name: (value.float() if value.dtype in half else value).detach() for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)

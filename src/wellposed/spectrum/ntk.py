@@ -22,16 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.spectrum.layer_gradients import (
-    Found,
-    Run,
-    Values,
-    eval_derivatives,
-    find_layers,
-    outputs_of,
-    run_per_sample,
-    values_of,
-)
+from wellposed.spectrum.layer_gradients import Found, Run, Values, evaluated, find_layers, outputs_of, run_per_sample
 from wellposed.spectrum.layer_products import MOVED, Layer, Size
 
 Outputs = Literal["trace", "all"]
@@ -72,6 +63,7 @@ def ntk(
 
     Args:
         model: from a batch to (N, ...), or to an object with such `logits`; all but the first dimension are outputs.
+            Its samples must not depend on each other, nor what it does on their values: it runs under `vmap`.
         x: the batch, of images or token ids for example.
         outputs: "trace" for the mean over the K outputs of each one's (N, N) kernel, "all" for the (N K, N K) one.
         method: "structured" or "products", or "auto" for the one of fewer operations.
@@ -95,10 +87,9 @@ def ntk(
     trained = [name for name, param in model.named_parameters() if param.requires_grad]
     if not trained:
         raise InvalidArgumentError("no parameter of the model requires gradients: call requires_grad_() on some")
-    with eval_derivatives(model):
-        values = values_of(model)
+    with evaluated(model) as values:
         dtype = values[trained[0]].dtype
-        x = x.detach().to(dtype) if x.is_floating_point() else x
+        x = x.detach().clone().to(dtype if x.is_floating_point() else x.dtype)
         found = find_layers(model, values, trained, x[:1])
         sizes = [layer.size for layer in found.layers]
         plan = _plan(sizes, len(x), found.outputs, outputs, found.saved, memory, dtype.itemsize)
@@ -108,7 +99,6 @@ def ntk(
             gram = _by_products(model, values, trained, x, found, outputs, memory)
         else:
             gram = _structured(model, values, found.layers, x, outputs, plan, memory)
-        gram = gram / found.outputs if outputs == "trace" else gram
     if not gram.isfinite().all():
         raise InvalidArgumentError("a gradient of the model on x is NaN or Inf: expected finite parameters and outputs")
     gram = (gram + gram.mT) / 2
@@ -179,7 +169,7 @@ def _structured(
             seen, g_NKSTO = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             g_NQSTO = g_NKSTO if outputs == "all" else g_NKSTO.permute(0, 2, 3, 1, 4).flatten(3)[:, None]
             total = total + layers[i].products(seen, g_NQSTO, memory)
-    return total
+    return total if outputs == "all" else total / plan.pieces[-1].stop
 
 
 def _held(run: Run, piece: range, group: Group) -> list[tuple[Tensor, Tensor]]:
@@ -204,7 +194,6 @@ def _by_products(
     at_once = max(1, memory // (found.saved + sum(param.nbytes for param in params.values())))
     N, K, Q = len(x), found.outputs, 1 if outputs == "trace" else found.outputs
     gram_NQNQ = torch.zeros(N, Q, N, Q, dtype=torch.float64, device=x.device)
-    units_KK = torch.eye(K, dtype=params[trained[0]].dtype, device=x.device)
 
     def function(x: Tensor) -> Callable[[Values], Tensor]:
         return lambda params: outputs_of(model, values | params, x)
@@ -214,11 +203,13 @@ def _by_products(
 
     samples = max(1, memory // max(1, found.saved))
     for n in range(N):
-        pull_back = torch.func.vjp(function(x[n : n + 1]), params)[1]
+        output_1K, pull_back = torch.func.vjp(function(x[n : n + 1]), params)[:2]
         for start in range(n, N, samples):  # what comes before n is known by symmetry
             x_M = x[start : start + samples]
-            theta_KMK = torch.func.vmap(partial(product, pull_back, x_M), chunk_size=at_once)(units_KK)
-            theta_QMQ = torch.einsum("kmk->m", theta_KMK)[None, :, None] if outputs == "trace" else theta_KMK
+            theta_KMK = torch.func.vmap(partial(product, pull_back, x_M), chunk_size=at_once)(
+                torch.eye(K).to(output_1K)
+            )
+            theta_QMQ = torch.einsum("kmk->m", theta_KMK / K)[None, :, None] if outputs == "trace" else theta_KMK
             gram_NQNQ[n, :, start : start + samples] = theta_QMQ
     gram = gram_NQNQ.view(N * Q, N * Q).triu()
     return gram + gram.triu(1).mT
