@@ -16,11 +16,13 @@ class DiagnoseArgs:
     model: tyro.conf.Positional[str]
     """A timm name, a folder of wellposed's or HuggingFace's, or a .gguf file."""
     image: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    """Pictures, or folders of them, at most 64; generated ones if neither this nor --data is given."""
+    """Pictures, or folders of them; generated ones if neither this nor --data is given."""
     data: str | None = None
-    """Look at 64 test images of this set instead: digits, cifar10:PATH, ... as `wellposed train` has it."""
+    """Look at test images of this set instead: digits, cifar10:PATH, ... as `wellposed train` has it."""
     text: str | None = None
     """For language models: a text, or a file that holds one."""
+    count: int = 16
+    """At most so many pictures, or rows of 128 tokens."""
     checkpoint: Path | None = None
     """Weights of a timm model, .safetensors or torch's; without, it is looked at as it is initialized."""
     model_args: ModelArgs = field(default_factory=dict)
@@ -61,7 +63,7 @@ def diagnose(args: DiagnoseArgs) -> None:
     device = device_named(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = open_model(args.model, args.checkpoint, args.model_args)
-    inputs = open_inputs(model, args.model, images=args.image, data=args.data, text=args.text)
+    inputs = open_inputs(model, args.model, images=args.image, data=args.data, text=args.text, count=args.count)
     if not args.skips:
         cut_skips(model)
     if args.init == "conditioned":

@@ -176,8 +176,8 @@ def _attention_numbers(matrices_BHNN: Tensor) -> tuple[dict[str, Any], Tensor]:
     hidden = torch.ones(n, n, dtype=torch.bool, device=a.device).triu(1)
     lowest = (logits.masked_fill(hidden, torch.inf) if is_causal else logits).amin(-1)
     spread = logits.amax(-1) - lowest
-    own = logits.diagonal(dim1=-2, dim2=-1)
-    margin = own.clone() - logits.masked_fill_(torch.eye(n, dtype=torch.bool, device=a.device), -torch.inf).amax(-1)
+    own = logits.diagonal(dim1=-2, dim2=-1).clone()
+    margin = own - logits.masked_fill_(torch.eye(n, dtype=torch.bool, device=a.device), -torch.inf).amax(-1)
     numbers = {
         "diagonal": diagonal.mean(),
         "entropy": entropy,

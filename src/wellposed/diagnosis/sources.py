@@ -34,30 +34,38 @@ def open_model(source: str, checkpoint: Path | None = None, model_args: Mapping[
 
 
 def open_inputs(
-    model: nn.Module, source: str, *, images: Sequence[Path] = (), data: str | None = None, text: str | None = None
+    model: nn.Module,
+    source: str,
+    *,
+    images: Sequence[Path] = (),
+    data: str | None = None,
+    text: str | None = None,
+    count: int = 16,
 ) -> Inputs:
-    """A batch for `model` from one of `images`, `data` and `text`; generated pictures if all are missing."""
+    """At most `count` inputs for `model` from one of `images`, `data` and `text`; generated pictures if none is given."""
+    if count < 1:
+        raise InvalidArgumentError(f"count={count}: expected at least 1")
     if sum([bool(images), data is not None, text is not None]) > 1:
         raise InvalidArgumentError("image, data and text: expected one of them")
     if text is not None:
-        return text_inputs(source, text)
+        return text_inputs(source, text, count)
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         raise InvalidArgumentError(f"{source} takes no images: give it a --text, or a file that holds one")
-    return picture_inputs(model, images) if data is None else data_inputs(data)
+    return picture_inputs(model, images, count) if data is None else data_inputs(data, count)
 
 
-def picture_inputs(model: nn.Module, files: Sequence[Path]) -> Tensor:
+def picture_inputs(model: nn.Module, files: Sequence[Path], count: int) -> Tensor:
     """The pictures, or the pictures in the folders, among `files` as `model` takes them: (B, C, size, size)."""
     from PIL import Image, UnidentifiedImageError
     from torchvision.transforms import v2
 
     if not files:
         size = _image_size(model)
-        pictures = [image / 255 for image in make_shapes(16, size, seed=1).images]
+        pictures = [image / 255 for image in make_shapes(count, size, seed=1).images]
     else:
         crop = v2.Compose([v2.Resize(_image_size(model), antialias=True), v2.CenterCrop(_image_size(model))])
         pictures = []
-        for file in _pictures(files):
+        for file in _pictures(files)[:count]:
             try:
                 image = Image.open(file).convert("RGB")
             except (OSError, UnidentifiedImageError) as error:
@@ -70,19 +78,22 @@ def picture_inputs(model: nn.Module, files: Sequence[Path]) -> Tensor:
     return (images - mean) / std
 
 
-def data_inputs(spec: str, count: int = 64) -> Tensor:
+def data_inputs(spec: str, count: int) -> Tensor:
     """Images from all over the test set that `spec` names, normalized as in training."""
     train, test = (open_data(spec, split) for split in ("train", "test"))
     return sampled_images(train, test, count)[0]
 
 
-def text_inputs(source: str, text: str, length: int = 128, count: int = 16) -> dict[str, Tensor]:
+def text_inputs(source: str, text: str, count: int, length: int = 128) -> dict[str, Tensor]:
     """`text`, or what the file of that name holds, as at most `count` rows of `length` tokens of the model's own."""
     from transformers import AutoTokenizer
 
     path, file = Path(source), Path(text)
-    if len(text) < 256 and file.is_file():
-        text = file.read_text(encoding="utf-8")
+    if len(text) < 256 and file.exists():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"text={text}: this file cannot be read as text: {error}") from error
     named = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     folder = path.parent if named else path
     try:
@@ -158,7 +169,7 @@ def _pictures(files: Sequence[Path]) -> list[Path]:
         if not inside:
             raise DataError(f"image={file}: there is no picture in this folder")
         found += inside
-    return found[:64]
+    return found
 
 
 def _image_size(model: Any) -> int:
