@@ -42,7 +42,7 @@ def open_inputs(
     text: str | None = None,
     count: int = 16,
 ) -> Inputs:
-    """At most `count` inputs for `model` from one of `images`, `data` and `text`; generated pictures if none is given."""
+    """At most `count` inputs for `model` from `images`, `data` or `text`; generated pictures if none is given."""
     if count < 1:
         raise InvalidArgumentError(f"count={count}: expected at least 1")
     if sum([bool(images), data is not None, text is not None]) > 1:
