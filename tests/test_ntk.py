@@ -1,6 +1,7 @@
 """The neural tangent kernel, against its definition, closed forms and itself by other ways."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wellposed as wp
 from wellposed.errors import InvalidArgumentError
+from wellposed.spectrum import layer_products
 from wellposed.spectrum.layer_gradients import evaluated, find_layers
 from wellposed.spectrum.layer_products import Size, _of_pairs, _of_written
 from wellposed.spectrum.ntk import _plan, contraction_costs
@@ -68,17 +70,31 @@ def convolutional() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """A weight that is used three times, twice by one module and once without it; and one used by two modules."""
+    """Weights that two modules share, that one uses twice, that are also used without the module; a wasted call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.twice, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.7))
+        self.first, self.last, self.twice, self.open, self.wasteful = (nn.Linear(4, 4) for _ in range(5))
         self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.twice(self.twice(self.first(x).tanh()).tanh())
-        return self.scale * F.linear(self.other(self.last(x).sin()).tanh(), self.other.weight)
+        x, _ = self.wasteful(x), self.wasteful(3 * x)
+        return self.scale * F.linear(self.open(self.last(x).sin()).tanh(), self.open.weight)
+
+
+class Patched(nn.Module):
+    """Layers that do not do what their classes say: a hook on the output of one, another forward of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked, self.other = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.hooked.register_forward_hook(lambda module, arguments, output: 2 * output.sin())
+        self.other.forward = lambda x: F.linear(x, self.other.weight.square(), self.other.bias)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.hooked(x))
 
 
 class Lookup(nn.Module):
@@ -109,6 +125,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "vit": (lambda: vit(num_classes=3), lambda: images(2, 32)),
     "tokens first": (TokensFirst, lambda: torch.randn(3, 5, 4)),
     "tied": (Tied, lambda: torch.randn(3, 4)),
+    "patched": (Patched, lambda: torch.randn(3, 4)),
     "lookup, many words": (lambda: Lookup(90), lambda: torch.randint(0, 4, (3, 5))),
     "lookup, few words": (lambda: Lookup(3), lambda: torch.randint(0, 3, (3, 9), dtype=torch.int32)),
     "bert": (bert, ids),
@@ -202,7 +219,10 @@ def test_condition_numbers() -> None:
     torch.testing.assert_close(found.eigenvalues, torch.tensor([9.0, 4.0, 1.0], dtype=torch.float64))
     assert found.condition_number == pytest.approx(9)
     assert wp.ntk(line, torch.ones(2, 3)).condition_number == torch.inf
-    assert wp.ntk(mlp(3, 40, 1), torch.randn(1, 3).expand(2, -1)).condition_number == torch.inf
+    eigenvalues = torch.tensor([1.0, 1e-8], dtype=torch.float64)
+    assert replace(found, eigenvalues=eigenvalues).condition_number == torch.inf
+    assert replace(found, eigenvalues=eigenvalues, dtype=torch.float64).condition_number == pytest.approx(1e8)
+    assert replace(found, eigenvalues=-eigenvalues.flip(0)).condition_number == torch.inf
 
 
 def test_each_method_and_form_is_cheapest_somewhere() -> None:
@@ -229,6 +249,12 @@ def test_auto_takes_what_costs_least() -> None:
     assert chosen == set(METHODS)
     x = torch.randn(4, 2, 8)
     assert wp.ntk(few, x, memory=1).costs["structured"] > wp.ntk(few, x).costs["structured"]
+
+
+@pytest.mark.parametrize(("tokens", "unused"), [(1, "_of_written"), (40, "_of_pairs")])
+def test_the_cheaper_form_is_used(tokens: int, unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(layer_products, unused)
+    wp.ntk(nn.Linear(8, 8, bias=False), torch.randn(3, tokens, 8), method="structured")
 
 
 def test_which_layers_are_known() -> None:
@@ -267,6 +293,22 @@ def test_the_model_is_left_as_it_was(method: Any) -> None:
     torch.testing.assert_close(found.gram, wp.ntk(model.eval(), x, method=method).gram)
     with torch.inference_mode():
         torch.testing.assert_close(found.gram, wp.ntk(model, x.clone(), method=method).gram)
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def test_also_what_it_counts() -> None:
+    model, x = Counting(), torch.randn(2, 3)
+    torch.testing.assert_close(wp.ntk(model, x, method="structured").gram, by_definition(model, x).double())
+    assert model.calls == 1  # by the definition's call
 
 
 class FailsLater(nn.Module):

@@ -16,7 +16,7 @@ def test_python_blocks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_there_are_blocks_and_their_links_exist() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     links = re.findall(r"\]\((?!http)(.*?)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert links
     assert all((ROOT / link).exists() for link in links)

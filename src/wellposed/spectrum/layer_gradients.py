@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.spectrum.layer_products import Layer, Size
@@ -65,6 +64,8 @@ def find_layers(model: nn.Module, values: Values, trained: list[str], x_1: Tenso
     A module is a layer if it is called once and no other operation uses its parameters; other parameters are layers
     of their own.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
     params = {name: values[name].detach().requires_grad_() for name in trained}
     named = {id(param): name for name, param in model.named_parameters() if name in params}
     own = {module: tuple(named[id(p)] for p in module.parameters() if id(p) in named) for module in model.modules()}
@@ -173,9 +174,8 @@ def _is_linear(module: Any) -> bool:
     kind = type(module)
     if module._parameters.get("weight") is None or "forward" in vars(module):
         return False
-    if kind.forward is nn.Embedding.forward:
-        return module.max_norm is None and not module.scale_grad_by_freq
-    return kind.forward in {nn.Linear.forward, nn.Conv2d.forward} or f"{kind.__module__}.{kind.__name__}" == HF_LINEAR
+    known = {nn.Linear.forward, nn.Conv2d.forward, nn.Embedding.forward}
+    return kind.forward in known or f"{kind.__module__}.{kind.__name__}" == HF_LINEAR
 
 
 @contextmanager
