@@ -144,14 +144,16 @@ def _measured_tokens(
                     "broken"
                 ) from error
         raise
+    tokens = [seen[i][stage] for i, stage in own]
+    largest = torch.stack([end for end, _ in ends])
+    norms = torch.stack([torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64) for x in tokens])
+    conditions = _spreads(torch.stack([_ratio(*pair) for pair in ends]))
+    ranks = _spreads((norms / largest.where(largest > 0, 1.0)).square())
+    cosines = torch.stack([mean_cosine(x) for x in tokens]).tolist()
     measured: list[dict[str, Tokens]] = [{} for _ in seen]
     extremes: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in seen]
-    for (i, stage), (largest, smallest) in zip(own, ends, strict=True):
-        tokens_BND = seen[i][stage]
-        norms = torch.linalg.vector_norm(tokens_BND, dim=(1, 2), dtype=torch.float64)
-        rank = (norms / largest.where(largest > 0, 1.0)).square()
-        extremes[i][stage] = largest, smallest
-        measured[i][stage] = Tokens(_spread(_ratio(largest, smallest)), _spread(rank), mean_cosine(tokens_BND))
+    for (i, stage), pair, *numbers in zip(own, ends, conditions, ranks, cosines, strict=True):
+        measured[i][stage], extremes[i][stage] = Tokens(*numbers), pair
     for i, stage in sorted({*places} - {*own}):
         measured[i][stage], extremes[i][stage] = measured[i - 1]["output"], extremes[i - 1]["output"]
     return measured, extremes
@@ -191,7 +193,8 @@ def _attention_numbers(matrices_BHNN: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _attention_conditions(matrices: list[Tensor]) -> list[Spread]:
-    return [_spread(_ratio(*ends)) for ends in _together(extreme_singular_values, [(a,) for a in matrices])]
+    ratios = [_ratio(*ends).flatten() for ends in _together(extreme_singular_values, [(a,) for a in matrices])]
+    return [spread for one in ratios for spread in _spreads(one[None])]
 
 
 def _measured_weights(found: Sequence[Block], notes: list[str]) -> list[Weights | None]:
@@ -269,7 +272,8 @@ def _ratio(largest: Tensor, smallest: Tensor) -> Tensor:
     return torch.where(smallest > 0, largest / smallest, torch.inf)
 
 
-def _spread(values: Tensor) -> Spread:
-    ordered = values.flatten().sort().values
-    positions = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64) * (len(ordered) - 1)
-    return Spread(*ordered[positions.round().long().to(ordered.device)].tolist())
+def _spreads(values: Tensor) -> list[Spread]:
+    """Of each row of `values`."""
+    ordered = values.sort(-1).values
+    positions = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64) * (ordered.shape[-1] - 1)
+    return [Spread(*row) for row in ordered[:, positions.round().long().to(ordered.device)].tolist()]

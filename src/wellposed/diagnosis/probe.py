@@ -59,8 +59,8 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
             BlockState(
                 name=block.name,
                 token_condition=float(condition),
-                token_cosine=mean_cosine(tokens),
-                image_difference=1 - mean_cosine(tokens.mean(1)[None]),
+                token_cosine=float(mean_cosine(tokens)),
+                image_difference=1 - float(mean_cosine(tokens.mean(1)[None])),
                 attention_diagonal=diagonal,
                 gradient_norm=float(torch.stack(norms).norm()) if norms else 0.0,
             )
@@ -72,12 +72,12 @@ def _mean_diagonal(matrices_BHNN: Tensor) -> float:
     return float(matrices_BHNN.diagonal(dim1=-2, dim2=-1).mean())
 
 
-def mean_cosine(tokens_BND: Tensor) -> float:
+def mean_cosine(tokens_BND: Tensor) -> Tensor:
     """The mean cosine between two different tokens of an input; 1 where there is only one."""
     unit = F.normalize(tokens_BND if tokens_BND.dtype == torch.float64 else tokens_BND.float(), dim=-1)
     if unit.shape[1] == 1:
-        return 1.0
+        return unit.new_ones(())
     n = unit.shape[1]
     # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
     total = unit.sum(1, dtype=torch.float64)
-    return float(((total.square().sum(-1) - n) / (n * (n - 1))).mean())
+    return ((total.square().sum(-1) - n) / (n * (n - 1))).mean()

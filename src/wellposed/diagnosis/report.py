@@ -18,8 +18,8 @@ STAGES = ("input", "attention input", "attention", "after attention", "mlp", "ou
 STYLES = {
     "attention": ("#ee6677", "-"),
     "mlp": ("#4477aa", "-"),
-    "after attention": ("#aa3377", ":"),
-    "output": ("#222255", ":"),
+    "after attention": ("#ccbb44", ":"),
+    "output": ("#228833", ":"),
 }
 """Of the curves: what attention and MLP give, and dotted what becomes of it with the skip."""
 

@@ -3,7 +3,8 @@
 timm itself is not imported here: a module that reaches this code was made by it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,10 +61,24 @@ def _vit_weights(block: Any) -> BlockWeights:
     return BlockWeights(query, key, value, Matrix(attention.proj), (*first, Matrix(mlp.fc2)), attention.head_dim)
 
 
+@contextmanager
+def _keeping_qkv(layer: Any) -> Iterator[None]:
+    """Queries and keys are a fifth of a block's work, and need not be computed twice."""
+
+    def keep(projection: nn.Module, arguments: Any, qkv: Tensor) -> None:
+        layer.wp_qkv = qkv.detach()
+
+    handle = layer.qkv.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+        vars(layer).pop("wp_qkv", None)
+
+
 def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
-    x_BND: Tensor = arguments[0]
-    b, n, _ = x_BND.shape
-    q, k, _ = layer.qkv(x_BND).reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    b, n, _ = layer.wp_qkv.shape
+    q, k, _ = layer.wp_qkv.reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
     logits = layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT
     mask = options.get("attn_mask")
     if mask is not None:
@@ -96,7 +111,7 @@ FAMILIES = (
             "mlp input": ("mlp", "input"),
             "mlp": ("ls2", "output"),
         },
-        attention=AttentionLayer("attn", _vit_attention),
+        attention=AttentionLayer("attn", _vit_attention, _keeping_qkv),
     ),
     Family(
         name="timm ConvMixer",
