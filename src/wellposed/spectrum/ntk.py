@@ -160,31 +160,33 @@ def _plan(sizes: list[Size], N: int, K: int, outputs: Outputs, saved: int, memor
 def _structured(
     model: nn.Module, values: Values, layers: list[Layer], x: Tensor, outputs: Outputs, plan: _Plan, memory: int
 ) -> Tensor:
-    chunks = x.split(plan.samples)
-    whole = run_per_sample(model, values, layers, x) if len(chunks) == 1 else None
+    whole = run_per_sample(model, values, layers, x) if plan.samples >= len(x) else None
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for piece, group in itertools.product(plan.pieces, plan.groups):
-        parts = [_held(whole or run_per_sample(model, values, layers, chunk), piece, group) for chunk in chunks]
-        for (i, _), *pairs in zip(group, *parts, strict=True):
-            seen, g_NKSTO = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        gradients = [
+            values[layers[i].names[0]].new_empty(len(x), len(piece), *layers[i].size[:2], part.stop - part.start)
+            for i, part in group
+        ]
+        seen: list[list[Tensor]] = [[] for _ in group]
+        for start in range(0, len(x), plan.samples):
+            some = slice(start, start + plan.samples)
+            run = whole or run_per_sample(model, values, layers, x[some])
+            _fill([g_NKSTO[some] for g_NKSTO in gradients], run, piece, group)
+            for of_layer, (i, _) in zip(seen, group, strict=True):
+                of_layer.append(run.seen[i])
+        for (i, _), of_layer, g_NKSTO in zip(group, seen, gradients, strict=True):
             g_NQSTO = g_NKSTO if outputs == "all" else g_NKSTO.permute(0, 2, 3, 1, 4).flatten(3)[:, None]
-            total = total + layers[i].products(seen, g_NQSTO, memory)
+            total = total + layers[i].products(torch.cat(of_layer), g_NQSTO, memory)
     return total if outputs == "all" else total / plan.pieces[-1].stop
 
 
-def _held(run: Run, piece: range, group: Group) -> list[tuple[Tensor, Tensor]]:
-    """What each layer of the group has seen, and the gradients (N, K, S, T, O) of the outputs by its features."""
+def _fill(gradients: list[Tensor], run: Run, piece: range, group: Group) -> None:
+    """Writes the gradients (N, K, S, T, O) of a piece of the outputs by a group of layers."""
     leaves = [run.leaves[i] for i, _ in group]
-    features = [part for _, part in group]
-    held = [
-        leaf.new_empty(len(leaf), len(piece), *leaf.shape[1:3], part.stop - part.start)
-        for leaf, part in zip(leaves, features, strict=True)
-    ]
     for column, k in enumerate(piece):
         of_k = torch.autograd.grad(run.outputs[:, k].sum(), leaves, retain_graph=True, materialize_grads=True)
-        for g_NKSTO, g_NSTO, part in zip(held, of_k, features, strict=True):
+        for g_NKSTO, g_NSTO, (_, part) in zip(gradients, of_k, group, strict=True):
             g_NKSTO[:, column] = g_NSTO[..., part]
-    return [(run.seen[i], g_NKSTO) for (i, _), g_NKSTO in zip(group, held, strict=True)]
 
 
 def _by_products(
