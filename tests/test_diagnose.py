@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import wellposed as wp
 from wellposed.diagnosis import Diagnosis
 from wellposed.diagnosis.report import STAGES
-from wellposed.errors import InvalidArgumentError
+from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.spectrum import attention_jacobian
 from zoo import ATTENTIVE, IMAGE, ZOO, Specimen, convmixer, gpt2, images, llama, tokens, vit
 
@@ -44,9 +45,11 @@ def test_tokens_at_every_stage(specimen: Specimen) -> None:
     report = wp.diagnose(model, unpadded(specimen))
     assert [block.name for block in report.blocks] == [specimen.names.format(i) for i in range(2)]
     assert all(block.cut == () for block in report.blocks)
-    expected = (
-        set(STAGES) if specimen.skips == ("attention", "mlp") else {"input", "attention input", "attention", "output"}
+    of_vit, of_convmixer = (
+        {*STAGES} - {"convolution"},
+        {"input", "attention input", "convolution", "attention", "output"},
     )
+    expected = of_vit if specimen.skips == ("attention", "mlp") else of_convmixer
     assert all(set(block.tokens) == expected for block in report.blocks)
     cut = wp.diagnose(wp.cut_skips(model), unpadded(specimen))
     for block in cut.blocks:
@@ -102,8 +105,18 @@ def test_attention_of_every_family(name: str) -> None:
             a = expected[i]
             assert seen.diagonal == pytest.approx(float(a.diagonal(dim1=-2, dim2=-1).mean()), rel=1e-4)
             assert seen.frobenius == pytest.approx(float(torch.linalg.matrix_norm(a).mean()), rel=1e-4)
-            entropy = -(a * a.clamp(min=1e-30).log()).sum(-1).mean() / math.log(a.shape[-1])
-            assert seen.entropy == pytest.approx(float(entropy), rel=1e-4)
+            n, first = a.shape[-1], int(seen.is_causal)  # where a row has but one token to look at
+            rows = -(a * a.clamp(min=1e-30).log()).sum(-1)[..., first:]
+            largest = torch.arange(2, n + 1).log() if seen.is_causal else torch.tensor(math.log(n))
+            assert seen.entropy == pytest.approx(float((rows / largest).mean()), abs=2e-3)
+            visible = torch.ones(n, n, dtype=torch.bool).tril() | (not seen.is_causal)
+            ranges = [row[seen_].log() for m in a.flatten(0, 1) for row, seen_ in zip(m, visible, strict=True)]
+            assert seen.logit_range == pytest.approx(
+                float(torch.stack([r.max() - r.min() for r in ranges]).median()), rel=1e-3
+            )
+            if seen.is_causal:  # the others are singular up to rounding
+                conditions = sorted(condition(m) for m in a.flatten(0, 1))
+                assert seen.condition.high == pytest.approx(conditions[round(0.9 * 7)], rel=1e-3)
 
 
 def test_attention_that_is_uniform_and_attention_that_is_the_identity() -> None:
@@ -250,10 +263,52 @@ def report_family_stage(model: nn.Module, specimen: Specimen, stage: str) -> str
     return blocks(model)[0].family.stages[stage][0]
 
 
-def test_predictions_of_linear_attention() -> None:
-    """Proposition 4.1 is exact for square weights and at least as many tokens as channels; LayerNorm loses one."""
+def test_uniform_attention_of_a_causal_model() -> None:
+    model: Any = gpt2().eval()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight[:, :64] = 0
+            block.attn.c_attn.bias[:64] = 0
+    report = wp.diagnose(model, tokens()["input_ids"])
+    for block in report.blocks:
+        assert block.attention is not None
+        assert block.attention.entropy == pytest.approx(1)
+        assert block.attention.logit_range == pytest.approx(0, abs=1e-5)
+    assert any(sentence.startswith("To watch: attention is nearly uniform") for sentence in report.findings)
+
+
+def test_predictions_of_softmax() -> None:
+    """Proposition 1: a narrow range of logits, and a diagonal with a margin in some rows."""
     torch.manual_seed(0)
-    report = wp.diagnose(vit().eval(), IMAGES)
+    model: Any = vit(depth=1, num_heads=1, qkv_bias=False).eval()
+    told = {p.quantity: p for p in wp.diagnose(model, IMAGES).blocks[0].predictions if "Prop. 1" in p.source}
+    narrow = told["condition number of A"]
+    seen = wp.diagnose(model, IMAGES).blocks[0].attention
+    assert seen is not None
+    assert narrow.predicted == pytest.approx(1 / seen.logit_range)
+    assert narrow.measured == seen.condition.median > narrow.predicted
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:64] = torch.eye(32).repeat(2, 1)
+    x = model.blocks[0].norm1(model._pos_embed(model.patch_embed(IMAGES))).detach()
+    logits = x @ x.mT / 32**0.5
+    others = logits.masked_fill(torch.eye(17, dtype=torch.bool), -torch.inf).amax(-1)
+    margins = logits.diagonal(dim1=-2, dim2=-1) - others
+    block = wp.diagnose(model, IMAGES).blocks[0]
+    told = {p.quantity: p for p in block.predictions if "Prop. 1" in p.source}
+    assert "condition number of A" not in told
+    bound = told["attention to other tokens"]
+    assert bound.predicted == pytest.approx(float((16 * torch.exp(-margins)).clamp(max=1).mean()), rel=1e-3)
+    assert bound.measured == pytest.approx(1 - float(logits.softmax(-1).diagonal(dim1=-2, dim2=-1).mean()), rel=1e-3)
+    assert bound.measured <= bound.predicted
+
+
+@torch.no_grad()
+def test_predictions_of_linear_attention() -> None:
+    torch.manual_seed(0)
+    model: Any = vit().eval()
+    report = wp.diagnose(model, IMAGES[:1])
+    x = model.blocks[0].norm1(model._pos_embed(model.patch_embed(IMAGES[:1])))[0]
+    values = spectrum(x)
     for block in report.blocks:
         told = {p.source.split(", ")[1]: p for p in block.predictions}
         assert block.weights is not None
@@ -261,6 +316,9 @@ def test_predictions_of_linear_attention() -> None:
         assert told["Prop. 4.1"].predicted == pytest.approx(math.prod(block.weights.factors) * cube)
         assert told["Prop. 4.1"].measured == block.tokens["attention"].condition.median
         assert told["Prop. 4.2"].measured == block.tokens["after attention"].condition.median
+        if block is report.blocks[0]:
+            most = math.prod(block.weights.factors) * values[0] ** 3 + values[0]
+            assert told["Prop. 4.2"].predicted == pytest.approx(float(most / (values[-1] ** 3 + values[-1])), rel=1e-2)
 
 
 def test_a_convolution_is_predicted_by_its_fourier_transform() -> None:
@@ -269,7 +327,20 @@ def test_a_convolution_is_predicted_by_its_fourier_transform() -> None:
     assert all(block.attention is None and block.weights is None for block in report.blocks)
     sources = [p.source.split(", ")[1] for block in report.blocks for p in block.predictions]
     assert sources == ["Eq. 24", "Eq. 24"]
-    assert all(p.predicted > p.measured for block in report.blocks for p in block.predictions)
+    model: Any = convmixer().eval()
+    report = wp.diagnose(model, IMAGES[:1])
+    x = model.stem(IMAGES[:1]).detach()
+    convolution = model.blocks[0][0].fn[0]
+    kernels = convolution.weight.detach()
+    ratios = []
+    for kernel in kernels:  # the matrix of the convolution of one channel, with borders that wrap
+        padded = torch.nn.functional.pad(torch.eye(64).view(64, 1, 8, 8), (1, 1, 1, 1), mode="circular")
+        ratios.append(spectrum(torch.nn.functional.conv2d(padded, kernel[None]).flatten(1)))
+    every = torch.stack(ratios)
+    told = report.blocks[0].predictions[0]
+    expected = float(every.max() / every.min()) * condition(x[0].flatten(1))
+    assert told.predicted == pytest.approx(expected, rel=1e-3)
+    assert told.measured == pytest.approx(condition(convolution(x).detach()[0].flatten(1)), rel=1e-3)
     assert report.notes == ()
 
 
@@ -334,6 +405,50 @@ def test_grouped_query_and_wrapped_models() -> None:
     assert len(report.blocks[0].weights.query_key_heads) == 4
 
 
+def test_a_block_that_runs_twice_or_not_at_all() -> None:
+    twice: Any = vit().eval()
+    twice.blocks[1] = twice.blocks[0]
+    with pytest.raises(UnsuitableModelError, match=r"blocks.0 ran twice"):
+        wp.diagnose(twice, IMAGES)
+    never: Any = vit().eval()
+    never.blocks.forward = never.blocks[0].forward
+    with pytest.raises(UnsuitableModelError, match=r"did not run"):
+        wp.diagnose(never, IMAGES)
+    assert not any(module._forward_hooks for module in never.modules())
+
+
+def test_large_jacobians_are_told_as_bounds_and_repeat() -> None:
+    torch.manual_seed(0)
+    model = vit(depth=1, embed_dim=64, patch_size=2).eval()
+    first, second = (wp.diagnose(model, IMAGES, jacobians=True) for _ in range(2))
+    found = first.blocks[0].jacobians["attention"]
+    assert not found.is_exact
+    assert torch.equal(found.nodes, second.blocks[0].jacobians["attention"].nodes)
+    quantities = {p.quantity for p in first.blocks[0].predictions}
+    assert "condition number of K, both no more than lower bounds" in quantities
+    assert not any("Lemma 1" in p.source for p in first.blocks[0].predictions)
+
+
+def test_one_token_and_images_in_another_type() -> None:
+    model = vit(img_size=8, **NO_CLASS).eval()
+    report = wp.diagnose(model, IMAGES[:, :, :8, :8])
+    assert report.findings[0].startswith("There is one token only")
+    assert not any("uniform" in sentence for sentence in report.findings)
+    same = wp.diagnose(vit().double().eval(), IMAGES)  # float32 images
+    assert same.input_shape == (2, 17, 32)
+
+
+def test_blocks_that_differ_share_a_table() -> None:
+    model: Any = vit().eval()
+    with torch.no_grad():
+        report = wp.diagnose(model, IMAGES)
+    bare = replace(report.blocks[0], weights=None, attention=None)
+    columns, rows = replace(report, blocks=(report.blocks[0], bare)).table(spreads=True)
+    assert len(rows[0]) == len(rows[1]) == len(columns)
+    assert rows[1][columns.index("cond. W_V W_O")] == ""
+    assert " to " in rows[0][columns.index("cond. output")]
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -341,6 +456,9 @@ def test_grouped_query_and_wrapped_models() -> None:
         (torch.full(IMAGE, torch.nan), "NaN or Inf"),
         ({"input_ids": [1, 2]}, "as a tensor"),
         (tokens(), "attention_mask leaves tokens out"),
+        (torch.zeros(IMAGE, dtype=torch.uint8), "expected floating-point images"),
+        ([1, 2], "expected a tensor, or a mapping"),
+        (torch.randn(2, 3, 48, 48), "the model cannot take inputs"),
     ],
 )
 def test_refused_inputs(inputs: Any, message: str) -> None:

@@ -78,6 +78,14 @@ def test_a_huggingface_folder(make: type, tmp_path: Path) -> None:
     assert len(wp.diagnose(model, inputs).blocks) == 2
 
 
+def test_a_folder_that_lacks_weights(tmp_path: Path) -> None:
+    model = llama()
+    state = {key: value for key, value in model.state_dict().items() if "layers.1" not in key}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ModelFileError, match=r"lacks \d+ weights of the model's blocks, such as layers.1"):
+        open_model(str(tmp_path))
+
+
 def test_a_text_through_the_models_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -105,9 +113,12 @@ def test_pictures_and_sets(tmp_path: Path) -> None:
     images = open_inputs(model, "", images=[tmp_path])
     assert isinstance(images, torch.Tensor)
     assert images.shape == (2, 3, 32, 32)
+    assert images[0, :, 5, 5].tolist() == pytest.approx([-1, 128 / 127.5 - 1, 1], abs=1e-5)  # as timm says of this one
+    deit = open_inputs(timm.create_model("deit_tiny_patch16_224"), "", images=[tmp_path])
+    assert isinstance(deit, torch.Tensor)
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     expected = [(value / 255 - m) / s for value, m, s in zip((0, 128, 255), mean, std, strict=True)]
-    assert images[0, :, 5, 5].tolist() == pytest.approx(expected, rel=1e-4)
+    assert deit[0, :, 5, 5].tolist() == pytest.approx(expected, rel=1e-4)
     digits = open_inputs(vit(in_chans=1, img_size=8, patch_size=2), "", data="digits")
     assert isinstance(digits, torch.Tensor)
     assert digits.shape == (16, 1, 8, 8)

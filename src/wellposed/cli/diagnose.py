@@ -8,6 +8,8 @@ import tyro
 
 from wellposed.training.config import ModelArgs
 
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
 
 @dataclass(frozen=True)
 class DiagnoseArgs:
@@ -60,6 +62,12 @@ def diagnose(args: DiagnoseArgs) -> None:
     from wellposed.runs import atomic_path, device_named, provenance
     from wellposed.skipless import condition_, cut_skips
 
+    targets = [path for path in (args.html, args.json, args.plot) if path]
+    for path in targets:
+        if path.is_dir() or targets.count(path) > 1 or (path == args.plot and path.suffix not in _PICTURES):
+            raise InvalidArgumentError(
+                f"cannot write {path}: expected files of different names, and a picture as {', '.join(_PICTURES)}"
+            )
     device = device_named(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = open_model(args.model, args.checkpoint, args.model_args)
@@ -70,7 +78,7 @@ def diagnose(args: DiagnoseArgs) -> None:
         condition_(model)
     report = run(model.to(device).eval(), inputs, jacobians=args.jacobians)
     print(report)
-    for path in filter(None, (args.html, args.json, args.plot)):
+    for path in targets:
         try:
             if path == args.html:
                 write_page(report, path, provenance(device, seed=args.seed))

@@ -7,9 +7,11 @@ every token, so the Jacobian from before it would always be singular.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.diagnosis.watching import attention_seen, calls_seen
+from wellposed.errors import UnsuitableModelError
 from wellposed.families import Block
 from wellposed.runs import tracked
 from wellposed.spectrum import JacobianSpectrum, jacobian_spectrum
@@ -34,20 +36,26 @@ def block_jacobians(model: nn.Module, found: list[Block], run: Callable[[], None
     with attention_seen(model) as matrices:
         for part in parts:
             with calls_seen(found, part) as calls[part]:
-                matrices.clear()
                 run()
     spectra = []
     for i, block in enumerate(tracked(found, "Jacobians")):
-        whole = {part: jacobian_spectrum(*calls[part][i], k=2) for part in parts}
-        if not matrices:
+        whole = {part: _spectrum(*calls[part][i]) for part in parts}
+        try:
+            frozen = _with_frozen_weights(block, matrices[i])
+        except UnsuitableModelError:
+            frozen = None
+        if frozen is None or matrices[i] is None:
             spectra.append(BlockJacobians(whole, None, None))
             continue
         function, x = calls["attention"][i]
-        frozen = _with_frozen_weights(block, matrices[i])
-        values = jacobian_spectrum(frozen, x, k=2)
-        weights = jacobian_spectrum(_difference(function, frozen), x, k=2)
+        values, weights = _spectrum(frozen, x), _spectrum(_difference(function, frozen), x)
         spectra.append(BlockJacobians(whole, values, weights))
     return spectra
+
+
+def _spectrum(function: Callable[[Tensor], Tensor], x: Tensor) -> JacobianSpectrum:
+    """The same for the same input, whatever random numbers were drawn before."""
+    return jacobian_spectrum(function, x, k=2, generator=torch.Generator(x.device).manual_seed(0))
 
 
 def _with_frozen_weights(block: Block, matrices_BHNN: Tensor) -> Callable[[Tensor], Tensor]:

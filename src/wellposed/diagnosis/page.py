@@ -21,7 +21,7 @@ def write_page(report: Diagnosis, path: Path, facts: Mapping[str, str]) -> None:
 
 
 def _sections(report: Diagnosis) -> list[Section]:
-    columns, rows = report.table()
+    columns, rows = report.table(spreads=True)
     sections = [
         Section("In words", "By rules of thumb, not theorems.", items=(*report.findings, *report.notes)),
         Section(
@@ -35,8 +35,9 @@ def _sections(report: Diagnosis) -> list[Section]:
         ),
         Section(
             "Every block",
-            "Medians over the inputs. cond. is a condition number, inf a singular matrix; A is the attention matrix, "
-            "its norm is bounded by the root of the number of tokens.",
+            "Medians over the inputs; in brackets, where all but a tenth below and a tenth above lie. cond. is a "
+            "condition number, inf a singular matrix; A is the attention matrix, its norm is bounded by the root of the "
+            "number of tokens.",
             columns=columns,
             rows=rows,
         ),

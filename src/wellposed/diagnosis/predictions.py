@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wellposed.diagnosis.jacobians import BlockJacobians
+from wellposed.diagnosis.measuring import Ends, spreads
 from wellposed.diagnosis.report import Attention, Prediction, Tokens, Weights
 from wellposed.families import Block
 from wellposed.spectrum import depthwise_singular_values, weyl_condition_bound
@@ -20,7 +21,7 @@ SKIPLESS, GRAYING = "2510.00345", "2505.01996"
 def predictions(
     block: Block,
     tokens: dict[str, Tokens],
-    extremes: dict[str, tuple[Tensor, Tensor]],
+    extremes: dict[str, Ends],
     attention: Attention | None,
     weights: Weights | None,
     jacobians: BlockJacobians | None,
@@ -29,7 +30,7 @@ def predictions(
     """All that apply to `block`, seen with `n` tokens whose `extremes` are their singular values."""
     found = []
     if attention is not None:
-        found += _of_softmax(attention, n)
+        found += _of_softmax(attention)
     if weights is not None:
         found += _of_linear_attention(tokens, *extremes["attention input"], weights)
     found += _of_convolution(block, tokens, n)
@@ -38,7 +39,7 @@ def predictions(
     return tuple(found)
 
 
-def _of_softmax(attention: Attention, n: int) -> list[Prediction]:
+def _of_softmax(attention: Attention) -> list[Prediction]:
     """Proposition 1: a narrow range of logits makes A singular, a wide margin of the diagonal makes it the identity.
 
     It speaks of ranges below the temperature and of margins above 0.
@@ -49,8 +50,8 @@ def _of_softmax(attention: Attention, n: int) -> list[Prediction]:
         measured = attention.condition.median
         found.append(Prediction(source, "condition number of A", "at least about", order, measured))
     if attention.diagonal_margin > 0:
-        mass = (n - 1) * math.exp(-attention.diagonal_margin)
-        found.append(Prediction(source, "attention to other tokens", "at most", mass, 1 - attention.diagonal))
+        others = 1 - attention.diagonal
+        found.append(Prediction(source, "attention to other tokens", "at most", attention.others_bound, others))
     return found
 
 
@@ -70,10 +71,10 @@ def _of_linear_attention(
         )
     ]
     if "after attention" in tokens:
-        ratios = (constant * largest**3 + largest) / (smallest**3 + smallest)
+        ratios = torch.where(smallest > 0, (constant * largest**3 + largest) / (smallest**3 + smallest), torch.inf)
         measured = tokens["after attention"].condition.median
         quantity = "condition number after attention's skip"
-        predicted = float(ratios.sort().values[len(ratios) // 2])
+        predicted = spreads(ratios[None])[0].median
         found.append(Prediction(f"{GRAYING}, Prop. 4.2", quantity, "at most", predicted, measured))
     return found
 
@@ -87,22 +88,26 @@ def _of_convolution(block: Block, tokens: dict[str, Tokens], n: int) -> list[Pre
     values = depthwise_singular_values(layers[0].weight.detach(), side, side)
     predicted = float(values.amax() / values.amin()) * tokens["attention input"].condition.median
     quantity = "condition number of the convolution's output"
-    return [Prediction(f"{GRAYING}, Eq. 24", quantity, "at most", predicted, tokens["attention"].condition.median)]
+    return [Prediction(f"{GRAYING}, Eq. 24", quantity, "at most", predicted, tokens["convolution"].condition.median)]
 
 
 def _of_jacobian(jacobians: BlockJacobians, attention: Attention | None) -> list[Prediction]:
-    """Proposition 2 and Lemma 1: attention's Jacobian K = B + E is conditioned as B is while E is small."""
-    values, weights = jacobians.through_values, jacobians.through_weights
+    """Proposition 2 and Lemma 1: attention's Jacobian K = B + E is conditioned as B is while E is small.
+
+    Of a large Jacobian only a bound on the smallest singular value is known, too little for Lemma 1.
+    """
+    whole, values, weights = jacobians.whole["attention"], jacobians.through_values, jacobians.through_weights
     assert values is not None
     assert weights is not None
-    measured = jacobians.whole["attention"].condition_number
-    bound = float(weyl_condition_bound(values.largest[0], values.smallest[0], weights.largest[0]))
-    found = [
-        Prediction(f"{SKIPLESS}, Prop. 2", "condition number of K", "about", values.condition_number, measured),
-        Prediction(f"{SKIPLESS}, Lemma 1", "condition number of K", "at most", bound, measured),
-    ]
+    is_exact = whole.is_exact and values.is_exact
+    known = "" if is_exact else ", both no more than lower bounds"
+    of_k, measured = f"condition number of K{known}", whole.condition_number
+    found = [Prediction(f"{SKIPLESS}, Prop. 2", of_k, "about", values.condition_number, measured)]
+    if is_exact:
+        bound = float(weyl_condition_bound(values.largest[0], values.smallest[0], weights.largest[0]))
+        found.append(Prediction(f"{SKIPLESS}, Lemma 1", of_k, "at most", bound, measured))
     if attention is not None:
-        quantity = "condition number of B, that of A for one head"
+        quantity = "condition number of B, that of A for one head" + ("" if is_exact else ", measured at least")
         found.append(
             Prediction(f"{SKIPLESS}, Prop. 2", quantity, "about", attention.condition.median, values.condition_number)
         )

@@ -13,7 +13,7 @@ from wellposed.spectrum import JacobianSpectrum
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STAGES = ("input", "attention input", "attention", "after attention", "mlp", "output")
+STAGES = ("input", "attention input", "convolution", "attention", "after attention", "mlp", "output")
 """Where tokens are measured, in the order in which they pass; "attention" and "mlp" before they meet the skip."""
 STYLES = {
     "attention": ("#ee6677", "-"),
@@ -53,7 +53,7 @@ class Attention:
     diagonal: float
     """Mean weight that a token gives to itself."""
     entropy: float
-    """Mean entropy of a row over log N: 1 where attention is uniform, 0 where each token looks at one."""
+    """Mean entropy of a row over its largest: 1 where attention is uniform, 0 where each token looks at one."""
     frobenius: float
     """Mean Frobenius norm ..."""
     frobenius_bound: float
@@ -64,6 +64,8 @@ class Attention:
     """Largest minus smallest logit of a row, over the temperature; the median over rows."""
     diagonal_margin: float
     """Logit of the token itself minus the largest of the others, over the temperature; the median over rows."""
+    others_bound: float
+    """What Proposition 1 of 2510.00345 lets others get at most: min(1, (N - 1) exp(-margin)), the mean over rows."""
     is_causal: bool
     """Whether no token looks at those after it."""
 
@@ -79,7 +81,7 @@ class Weights:
     """Of the sum of W_Q W_K^T over heads ..."""
     value_output: float
     """... and of W_V W_O of the whole layer."""
-    factors: tuple[float, float, float]
+    factors: tuple[float, ...]
     """Of W_Q, W_K and W_V themselves."""
 
 
@@ -142,40 +144,11 @@ class Diagnosis:
         parts.append("\n".join(f"* {line}" for line in (*self.findings, *self.notes)))
         return "\n\n".join(parts)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows of the measurements: a row per block, medians over the batch."""
-        columns = ["block", *(f"cond. {stage}" for stage in STAGES if stage in self.blocks[0].tokens)]
-        columns += ["cosine", "stable rank"]
-        has_attention, has_weights = (
-            any(getattr(block, name) is not None for block in self.blocks) for name in ("attention", "weights")
-        )
-        columns += ["A diag.", "A entropy", "|A|_F / bound", "cond. A"] if has_attention else []
-        columns += ["cond. W_Q W_K^T, heads", "cond. W_V W_O"] if has_weights else []
-        columns += ["s_max, cond. of attention's Jacobian"] if self.blocks[0].jacobians else []
-        return columns, [self._row(block) for block in self.blocks]
-
-    def _row(self, block: BlockReport) -> list[str]:
-        cells = [block.name]
-        cells += [short(block.tokens[stage].condition.median) for stage in STAGES if stage in block.tokens]
-        out = block.tokens["output"]
-        cells += [f"{out.cosine:.3f}", f"{out.stable_rank.median:.2f}"]
-        if block.attention is not None:
-            seen = block.attention
-            cells += [
-                f"{seen.diagonal:.3f}",
-                f"{seen.entropy:.3f}",
-                f"{seen.frobenius:.2f} / {seen.frobenius_bound:.2f}",
-            ]
-            cells += [short(seen.condition.median)]
-        if block.weights is not None:
-            heads = block.weights.query_key_heads
-            cells += [f"{short(min(heads))} to {short(max(heads))}", short(block.weights.value_output)]
-        if block.jacobians:
-            found = block.jacobians["attention"]
-            cells += [
-                f"{short(float(found.largest[0]))}, {'' if found.is_exact else '> '}{short(found.condition_number)}"
-            ]
-        return cells
+    def table(self, spreads: bool = False) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows of the measurements: a row per block, medians over the batch, with their tenths if asked."""
+        cells = [_cells(block, spreads) for block in self.blocks]
+        columns = list(dict.fromkeys(column for row in cells for column in row))
+        return columns, [[row.get(column, "") for column in columns] for row in cells]
 
     def prediction_table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and rows of the predictions, a row per block: what is predicted, and what was measured."""
@@ -238,6 +211,32 @@ class Diagnosis:
             drawn = [Line(name, x, y, c) for (name, y), c in zip(series.items(), ("#ee6677", "#4477aa"), strict=True)]
             curves.append(Curves("weights: condition number", drawn, "block", "", True))
         return curves
+
+
+def _cells(block: BlockReport, spreads: bool) -> dict[str, str]:
+    """What the table says about a block, by column."""
+
+    def told(spread: Spread) -> str:
+        around = f" ({short(spread.low)} to {short(spread.high)})" if spreads else ""
+        return short(spread.median) + around
+
+    cells = {"block": block.name}
+    cells |= {f"cond. {stage}": told(block.tokens[stage].condition) for stage in STAGES if stage in block.tokens}
+    out = block.tokens["output"]
+    cells |= {"cosine": f"{out.cosine:.3f}", "stable rank": told(out.stable_rank)}
+    if block.attention is not None:
+        seen = block.attention
+        cells |= {"A diag.": f"{seen.diagonal:.3f}", "A entropy": f"{seen.entropy:.3f}"}
+        cells["|A|_F / bound"] = f"{seen.frobenius:.2f} / {seen.frobenius_bound:.2f}"
+        cells["cond. A"] = told(seen.condition)
+    if block.weights is not None:
+        heads = block.weights.query_key_heads
+        cells["cond. W_Q W_K^T, heads"] = f"{short(min(heads))} to {short(max(heads))}"
+        cells["cond. W_V W_O"] = short(block.weights.value_output)
+    for part, found in block.jacobians.items():
+        condition = f"{'' if found.is_exact else '> '}{short(found.condition_number)}"
+        cells[f"Jacobian of {part}: largest, cond."] = f"{short(float(found.largest[0]))}, {condition}"
+    return cells
 
 
 def short(value: float) -> str:

@@ -1,6 +1,7 @@
 """Models and inputs from what a command line can say: a name, a folder, a file, a picture, a text."""
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from wellposed.data import make_shapes, open_data, sampled_images, usual_statistics
 from wellposed.diagnosis.diagnose import Inputs
 from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
+from wellposed.families import blocks
 from wellposed.recipes import WEIGHTS, load
+
+_PREPROCESSOR = "preprocessor_config.json"
 
 
 def open_model(source: str, checkpoint: Path | None = None, model_args: Mapping[str, Any] | None = None) -> nn.Module:
@@ -74,7 +78,7 @@ def picture_inputs(model: nn.Module, files: Sequence[Path], count: int) -> Tenso
     images = torch.stack(pictures)
     if next(module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)) == 1:
         images = images.mean(1, keepdim=True)
-    mean, std = usual_statistics(images.shape[1])
+    mean, std = _statistics(model, images.shape[1])
     return (images - mean) / std
 
 
@@ -117,9 +121,15 @@ def _transformers_model(path: Path) -> nn.Module:
     try:
         if path.suffix == ".gguf":
             return AutoModel.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        return AutoModel.from_pretrained(path, use_safetensors=True, local_files_only=True, trust_remote_code=False)
+        model, told = AutoModel.from_pretrained(
+            *(path,), use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelFileError(f"{path} cannot be read as a model: {' '.join(str(error).split())[:300]}") from error
+    inside = [key for key in told["missing_keys"] if any(key.startswith(f"{block.name}.") for block in blocks(model))]
+    if inside:
+        raise ModelFileError(f"{path} lacks {len(inside)} weights of the model's blocks, such as {sorted(inside)[0]}")
+    return model
 
 
 def _timm_model(name: str, checkpoint: Path | None, model_args: dict[str, Any]) -> nn.Module:
@@ -133,6 +143,8 @@ def _timm_model(name: str, checkpoint: Path | None, model_args: dict[str, Any]) 
         )
     if checkpoint is None:
         return _created(name, model_args)
+    if not checkpoint.is_file():
+        raise ModelFileError(f"checkpoint={checkpoint}: there is no such file")
     try:
         state = timm.models.load_state_dict(str(checkpoint), use_ema=False, weights_only=True)
     except Exception as error:  # whatever a broken or hostile file makes the reader raise
@@ -170,6 +182,18 @@ def _pictures(files: Sequence[Path]) -> list[Path]:
             raise DataError(f"image={file}: there is no picture in this folder")
         found += inside
     return found
+
+
+def _statistics(model: Any, channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation that the model was trained with, where it says so; else the usual ones."""
+    settings = getattr(model, "pretrained_cfg", None) or {}
+    folder = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    if (folder / _PREPROCESSOR).is_file():
+        read = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
+        settings = {"mean": read.get("image_mean"), "std": read.get("image_std")}
+    if all(len(settings.get(name) or ()) == channels for name in ("mean", "std")):
+        return torch.tensor(settings["mean"]).view(-1, 1, 1), torch.tensor(settings["std"]).view(-1, 1, 1)
+    return usual_statistics(channels)
 
 
 def _image_size(model: Any) -> int:

@@ -1,13 +1,17 @@
 """Seeing what passes through the blocks of a model while it runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wellposed.errors import UnsuitableModelError
 from wellposed.families import Block, blocks
+
+Call = tuple[Callable[[Tensor], Tensor], Tensor]
+"""A part of a block as a function of what it sees, and what it saw."""
 
 
 @contextmanager
@@ -19,52 +23,58 @@ def tokens_seen(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
         for block, stages in zip(found, seen, strict=True):
             places = {"input": ("", "input"), "output": ("", "output"), **block.family.stages}
             for stage, (name, end) in places.items():
-                hook = _keep(stages, stage, end)
+                hook = _keep(block.name, stages, stage, end)
                 layer = block.module.get_submodule(name)
                 hooks.callback(layer.register_forward_hook(hook, with_kwargs=True).remove)
         yield seen
+    _check_that_all_ran(found, seen)
 
 
 @contextmanager
 def attention_seen(
     model: nn.Module, reduced: Callable[[Tensor], Any] = lambda matrices: matrices
 ) -> Iterator[list[Any]]:
-    """A list that gets the attention matrices (B, H, N, N) of each block, `reduced`, as `model` runs."""
-    seen: list[Any] = []
+    """For each block its attention matrices (B, H, N, N), `reduced`, once `model` has run; None if it has none."""
+    found = blocks(model)
+    seen: list[Any] = [None] * len(found)
     with ExitStack() as hooks:
-        for block in blocks(model):
+        for i, block in enumerate(found):
             attention = block.family.attention
-            if attention is None:
+            layer = block.module.get_submodule(attention.name) if attention else None
+            if attention is None or not attention.is_known(layer):
                 continue
-            layer = block.module.get_submodule(attention.name)
             hooks.enter_context(attention.exposed(layer))
 
             def look(
-                layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any, of: Any = attention
+                layer: nn.Module, arguments: Any, options: Any, output: Any, i: int = i, of: Any = attention
             ) -> None:
                 with torch.no_grad():
-                    seen.append(reduced(of.matrices(layer, arguments, options, output)))
+                    seen[i] = reduced(of.matrices(layer, arguments, options, output))
 
+            assert layer is not None
             hooks.callback(layer.register_forward_hook(look, with_kwargs=True).remove)
         yield seen
 
 
 @contextmanager
-def calls_seen(found: list[Block], part: str) -> Iterator[list[tuple[Callable[[Tensor], Tensor], Tensor]]]:
-    """For each block, its "attention" or "mlp" as a function of what it sees, and what it saw as the model ran."""
-    seen: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
+def calls_seen(found: Sequence[Block], part: str) -> Iterator[list[Call]]:
+    """For each block its "attention" or "mlp" as it was called when the model ran."""
+    seen: list[dict[str, Call]] = [{} for _ in found]
+    calls: list[Call] = []
     with ExitStack() as hooks:
-        for block in found:
+        for block, its_own in zip(found, seen, strict=True):
             first = block.module.get_submodule(block.family.stages[f"{part} input"][0])
             last = block.module.get_submodule(block.family.stages[part][0])
 
             def keep(
-                layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any, last: Any = last
+                layer: nn.Module, arguments: Any, options: Any, output: Any, last: Any = last, its_own: Any = its_own
             ) -> None:
-                seen.append((_replay(layer, last, arguments, options), _first_tensor(arguments, options).detach()))
+                its_own[part] = (_replay(layer, last, arguments, options), _first_tensor(arguments, options).detach())
 
             hooks.callback(first.register_forward_hook(keep, with_kwargs=True).remove)
-        yield seen
+        yield calls
+    _check_that_all_ran(found, seen)
+    calls.extend(its_own[part] for its_own in seen)
 
 
 def as_tokens(output: Tensor) -> Tensor:
@@ -72,8 +82,16 @@ def as_tokens(output: Tensor) -> Tensor:
     return output.flatten(2).mT if output.ndim == 4 else output
 
 
-def _keep(stages: dict[str, Tensor], stage: str, end: str) -> Callable[..., None]:
-    def hook(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+def _check_that_all_ran(found: Sequence[Block], seen: Sequence[dict[str, Any]]) -> None:
+    for block, its_own in zip(found, seen, strict=True):
+        if not its_own:
+            raise UnsuitableModelError(f"{block.name} did not run: expected a model that runs all of its blocks, once")
+
+
+def _keep(name: str, stages: dict[str, Tensor], stage: str, end: str) -> Callable[..., None]:
+    def hook(layer: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+        if stage in stages:
+            raise UnsuitableModelError(f"{name} ran twice: expected a model that runs all of its blocks, once")
         stages[stage] = as_tokens(
             (_first_tensor(arguments, options) if end == "input" else _first_output(output)).detach()
         )
@@ -88,11 +106,8 @@ def _replay(
     options = {name: None if name == "past_key_values" else value for name, value in options.items()}  # it would grow
 
     def function(x: Tensor) -> Tensor:
-        is_named = not arguments
-        name = next(iter(options)) if is_named else ""
-        call = {**options, name: x} if is_named else options
-        output = _first_output(first(*(() if is_named else (x, *arguments[1:])), **call))
-        return output if last is first else _first_output(last(output))
+        output = first(x, *arguments[1:], **options) if arguments else first(**{**options, next(iter(options)): x})
+        return _first_output(output) if last is first else _first_output(last(_first_output(output)))
 
     return function
 

@@ -59,6 +59,8 @@ class AttentionLayer:
     """Its matrices (B, heads, N, N), from the layer, the arguments it was called with and what it returned."""
     exposed: Callable[[Any], AbstractContextManager[None]] = lambda layer: nullcontext()
     """A context in which the layer returns what `matrices` asks for."""
+    is_known: Callable[[Any], bool] = lambda layer: True
+    """Whether the layer in this block is the one that `matrices` is about."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Family:
     """Where tokens can be seen on their way through the block, as the input or output of one of its layers.
 
     "attention input" and "mlp input" are what these see, "attention" and "mlp" what they give before it meets the
-    skip, "after attention" is the sum that the MLP's part of the block begins with.
+    skip, "after attention" is the sum that the MLP's part of the block begins with. Where a convolution takes the place
+    of attention, "convolution" is what it gives before its activation and norm.
     """
     attention: AttentionLayer | None = None
     objection: Callable[[nn.Module], str | None] = lambda block: None

@@ -77,8 +77,8 @@ def _keeping_qkv(layer: Any) -> Iterator[None]:
 
 
 def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
-    b, n, _ = layer.wp_qkv.shape
-    q, k, _ = layer.wp_qkv.reshape(b, n, 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    qkv: Tensor = vars(layer).pop("wp_qkv")
+    q, k, _ = qkv.reshape(*qkv.shape[:2], 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
     logits = layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT
     mask = options.get("attn_mask")
     if mask is not None:
@@ -111,7 +111,7 @@ FAMILIES = (
             "mlp input": ("mlp", "input"),
             "mlp": ("ls2", "output"),
         },
-        attention=AttentionLayer("attn", _vit_attention, _keeping_qkv),
+        attention=AttentionLayer("attn", _vit_attention, _keeping_qkv, lambda layer: class_path(layer) == ATTENTION),
     ),
     Family(
         name="timm ConvMixer",
@@ -119,6 +119,10 @@ FAMILIES = (
         skips={"attention": ("", ConvMixerResidual)},
         weights=_convmixer_weights,
         homes=("timm.models.convmixer",),
-        stages={"attention input": ("fn", "input"), "attention": ("fn", "output")},
+        stages={
+            "attention input": ("fn", "input"),
+            "convolution": ("fn.0", "output"),
+            "attention": ("fn", "output"),
+        },
     ),
 )

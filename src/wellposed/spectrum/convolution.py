@@ -13,4 +13,12 @@ def depthwise_singular_values(kernels_C1HW: Tensor, height: int, width: int) -> 
         >>> depthwise_singular_values(torch.ones(1, 1, 1, 1), 2, 2)
         tensor([[1., 1., 1., 1.]], dtype=torch.float64)
     """
-    return torch.fft.fft2(kernels_C1HW.double().squeeze(1), s=(height, width)).abs().flatten(1)
+    kernels = kernels_C1HW.double().squeeze(1)
+    wrapped = kernels.new_zeros(len(kernels), height, width)
+    rows, columns = (torch.arange(size, device=kernels.device) for size in kernels.shape[1:])
+    wrapped.index_put_(
+        (torch.arange(len(kernels), device=kernels.device)[:, None, None], rows[:, None] % height, columns % width),
+        kernels,
+        accumulate=True,
+    )
+    return torch.fft.fft2(wrapped).abs().flatten(1)

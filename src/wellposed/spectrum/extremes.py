@@ -57,7 +57,7 @@ def extreme_singular_values_of_product(left: Tensor, right: Tensor) -> tuple[Ten
 def largest_eigenvalue(gram: Tensor) -> Tensor:
     """That of each symmetric positive semidefinite matrix (..., n, n), with its derivative.
 
-    On a GPU to a part in ten thousand, from below. Where the largest one repeats, the derivative is that of one of them.
+    On a GPU to a part in ten thousand, from below. Where the largest one repeats, the derivative is that of one.
     """
     if gram.device.type == "cpu":
         return torch.linalg.eigvalsh(gram)[..., -1]
@@ -71,9 +71,11 @@ def resolution(size: int) -> float:
 
 def _extremes(matrices: Tensor, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """From the largest and smallest eigenvalues that `ends` finds of Gram matrices of trace 1."""
-    matrices = as_matrices(matrices, torch.float64)
+    matrices = as_matrices(matrices, torch.float64, check_values=False)
     gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    if not trace.isfinite().all():  # cheaper than to look at every entry
+        raise InvalidArgumentError("a matrix holds NaN or Inf: it has no singular values")
     top, bottom = ends(gram / trace.where(trace > 0, 1.0))
     is_singular = bottom <= resolution(gram.shape[-1]) ** 2 * top
     unit = trace.sqrt()[..., 0, 0]
@@ -97,7 +99,7 @@ def _ends_by_products(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _top_by_products(gram: Tensor, squarings: int = _SQUARINGS, steps: int = 0) -> Tensor:
-    """The largest eigenvalue: the Rayleigh quotient of a column of the 2^squarings-th power, times the matrix `steps` times.
+    """The largest eigenvalue: the Rayleigh quotient of a column of the 2^squarings-th power, after `steps` products.
 
     The power may be rough, hence in half precision: errors of a vector enter its Rayleigh quotient squared. Held fixed,
     the vector gives the eigenvalue's derivative too, up to an error that `steps` makes smaller.
@@ -110,11 +112,9 @@ def _top_by_products(gram: Tensor, squarings: int = _SQUARINGS, steps: int = 0) 
 
 def _top_vector(gram: Tensor, squarings: int) -> Tensor:
     unaligned = -gram.shape[-1] % 8
-    power = F.pad(gram, (0, unaligned, 0, unaligned))
+    power = _per_largest_entry(F.pad(gram, (0, unaligned, 0, unaligned))).half()
     for _ in range(squarings):
-        largest = power.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]  # no entry is larger
-        power = (power / largest.where(largest > 0, 1.0)).half()
-        power = (power @ power).float()
+        power = _per_largest_entry(power @ power)
     size = gram.shape[-1]
     column = power.diagonal(dim1=-2, dim2=-1)[..., :size].argmax(-1)[..., None, None].expand(*gram.shape[:-1], 1)
     return _unit(power[..., :size, :size].gather(-1, column).to(gram.dtype))
@@ -123,3 +123,9 @@ def _top_vector(gram: Tensor, squarings: int) -> Tensor:
 def _unit(vector: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(vector, dim=-2, keepdim=True)
     return vector / norm.where(norm > 0, 1.0)
+
+
+def _per_largest_entry(gram: Tensor) -> Tensor:
+    """Positive semidefinite matrices have their largest entry on the diagonal; zeros stay zeros."""
+    largest = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    return gram / largest.where(largest > 0, 1.0)

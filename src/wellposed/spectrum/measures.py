@@ -94,7 +94,7 @@ def _per_largest(values: Tensor) -> Tensor:
     return values / largest.where(largest > 0, 1.0)
 
 
-def as_matrices(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def as_matrices(matrices: Tensor, dtype: torch.dtype, check_values: bool = True) -> Tensor:
     """`matrices` in `dtype`, once it is sure that they have singular values."""
     if matrices.ndim < 2 or 0 in matrices.shape:
         raise InvalidArgumentError(f"matrices of shape {tuple(matrices.shape)}: expected (..., m, n), none of them 0")
@@ -102,6 +102,6 @@ def as_matrices(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         raise InvalidArgumentError(f"matrices of {matrices.dtype}: expected a floating-point type")
     if dtype not in {torch.float32, torch.float64}:
         raise InvalidArgumentError(f"dtype={dtype}: expected torch.float32 or torch.float64")
-    if not matrices.isfinite().all():
+    if check_values and not matrices.isfinite().all():
         raise InvalidArgumentError("a matrix holds NaN or Inf: it has no singular values")
     return matrices.to(dtype)
