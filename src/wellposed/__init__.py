@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from wellposed.diagnosis import Diagnosis as Diagnosis
     from wellposed.diagnosis import diagnose as diagnose
     from wellposed.errors import WellposedError as WellposedError
+    from wellposed.graying import gray as gray
+    from wellposed.graying import gray_tokens as gray_tokens
+    from wellposed.graying import ungray_tokens as ungray_tokens
     from wellposed.optim import SOAP as SOAP
     from wellposed.recipes import load as load
     from wellposed.recipes import recipe as recipe
@@ -49,6 +52,8 @@ _HOMES = {
     "condition_": "skipless",
     "cut_skips": "skipless",
     "diagnose": "diagnosis",
+    "gray": "graying",
+    "gray_tokens": "graying",
     "jacobian_spectrum": "spectrum",
     "load": "recipes",
     "ntk": "spectrum",
@@ -58,6 +63,7 @@ _HOMES = {
     "skips": "skipless",
     "study": "studies",
     "train": "training",
+    "ungray_tokens": "graying",
 }
 
 __all__ = list(_HOMES)

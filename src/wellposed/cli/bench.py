@@ -2,7 +2,7 @@
 
 from tyro.extras import SubcommandApp
 
-from wellposed.bench import ConditionBench, DiagnoseBench, JacobianBench, SoapBench, TrainBench
+from wellposed.bench import ConditionBench, DiagnoseBench, GrayingBench, JacobianBench, SoapBench, TrainBench
 
 app = SubcommandApp()
 
@@ -20,6 +20,16 @@ def condition(config: ConditionBench) -> None:
 @app.command
 def diagnose(config: DiagnoseBench) -> None:
     """Time wellposed.diagnose against the forward pass it watches.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def graying(config: GrayingBench) -> None:
+    """Time a training step with Token Graying against one without, and wellposed.gray against torch.linalg.svd.
 
     Args:
         config: what to measure.

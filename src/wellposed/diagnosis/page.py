@@ -36,8 +36,8 @@ def _sections(report: Diagnosis) -> list[Section]:
         Section(
             "Every block",
             "Medians over the inputs; in brackets, where all but a tenth below and a tenth above lie. cond. is a "
-            "condition number, inf a singular matrix; A is the attention matrix, its norm is bounded by the root of the "
-            "number of tokens.",
+            "condition number, inf a singular matrix; A is the attention matrix, its norm is bounded by the root of "
+            "the number of tokens.",
             columns=columns,
             rows=rows,
         ),

@@ -1,5 +1,8 @@
 """The only place that knows how other libraries lay out a block."""
 
+from wellposed.families.embeddings import EMBEDDINGS as EMBEDDINGS
+from wellposed.families.embeddings import PatchEmbedding as PatchEmbedding
+from wellposed.families.embeddings import embeddings as embeddings
 from wellposed.families.family import BlockWeights as BlockWeights
 from wellposed.families.family import Matrix as Matrix
 from wellposed.families.finding import FAMILIES as FAMILIES

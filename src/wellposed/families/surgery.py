@@ -23,6 +23,10 @@ class Sites:
 
     cut: frozenset[str] = frozenset()
     """The residual additions that are left out, a subset of {"attention", "mlp"}."""
+    patches: Callable[[Tensor], Tensor] | None = None
+    """What is done to the pixel patches of every image, (B, N, channels x height x width), before they are embedded."""
+    tokens: Callable[[Tensor], Tensor] | None = None
+    """What is done to the embedded patches, (B, N, D), before position embedding and class token."""
 
 
 class SitedModule(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 
 from wellposed.errors import ModelFileError, RecipeMismatchError, WellposedError
 from wellposed.families import unwrapped
+from wellposed.graying.tokens import gray_tokens, read_grayings
 from wellposed.skipless.conditioning import forget_conditioning, note_conditioning, read_conditioning
 from wellposed.skipless.skips import cut_skips, read_cuts
 
@@ -30,6 +31,7 @@ class Change:
 
 CHANGES = {
     "cut_skips": Change(read_cuts, cut_skips, changes_forward=True),
+    "gray_tokens": Change(read_grayings, gray_tokens, changes_forward=True),
     "condition_": Change(read_conditioning, note_conditioning, changes_forward=False),
 }
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.families import Block, SitedModule, blocks, check_operable, drop_compiled_code, set_sites, sites_of
+from wellposed.families import Block, blocks, check_operable, drop_compiled_code, set_sites, sites_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -87,7 +87,7 @@ def skips(model: nn.Module) -> list[BlockSkips]:
 
 def read_cuts(model: nn.Module) -> list[dict[str, Any]]:
     """The arguments with which `cut_skips` makes a fresh model like `model`, if any skip is cut."""
-    if not any(isinstance(module, SitedModule) for module in model.modules()):
+    if not any(sites_of(module).cut for module in model.modules()):
         return []
     listed = skips(model)
     arguments: dict[str, Any] = {}

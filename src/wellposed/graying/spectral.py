@@ -1,0 +1,57 @@
+"""SVD graying without an SVD: X~ = r(G / s_max^2) X with the Gram matrix G on the smaller side of X.
+
+Fractions of a matrix are inverses, which GPUs compute for a whole batch at once by Cholesky, and they are smooth: the
+gradient is finite where singular values repeat or vanish, which that of an SVD is not. A Gram matrix squares the
+condition number, so all of this is in float64.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wellposed.graying.rational import Rational
+from wellposed.spectrum.extremes import largest_eigenvalue
+
+
+def gray_by_fractions(x_BND: Tensor, power: Rational) -> Tensor:
+    """Each matrix of `x_BND`, in float64, with its singular values s multiplied by r(s^2 / s_max^2)."""
+    x_BND = x_BND.double()
+    is_wide = x_BND.shape[-2] <= x_BND.shape[-1]
+    gram = x_BND @ x_BND.mT if is_wide else x_BND.mT @ x_BND
+    top = largest_eigenvalue(gram)[..., None, None]
+    factor = _of_matrix(power, gram / top.where(top > 0, 1.0))
+    return factor @ x_BND if is_wide else x_BND @ factor
+
+
+def _of_matrix(power: Rational, gram: Tensor) -> Tensor:
+    """The values of r at symmetric positive semidefinite matrices."""
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    result = power.constant * eye
+    for weight, t in power.poles:
+        result = result + weight * _Inverse.apply(gram + t * eye)
+    shifted = gram - power.center * eye
+    beside_floor = _Inverse.apply(shifted @ shifted + power.width**2 * eye)
+    return result + (power.pair[0] * eye + power.pair[1] * gram) @ beside_floor
+
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of positive definite matrices: by Cholesky, with the two products its gradient needs."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrices: Tensor) -> Tensor:
+        factor, _ = torch.linalg.cholesky_ex(matrices)
+        eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+        inverse_factor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+        return inverse_factor.mT @ inverse_factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse @ gradient @ inverse)
