@@ -58,3 +58,20 @@ def test_saved_models_load_without_the_registration(tmp_path: Path) -> None:
     assert '"vit_tiny_patch16_224"' in (tmp_path / "wellposed.json").read_text()
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(wp.load(tmp_path)(x), model(x))
+
+
+def test_convmixer_tiny(tmp_path: Path) -> None:
+    """timm's class at a size timm has no name for; a saved one loads without the registration."""
+    assert timm.is_model("convmixer_tiny")
+    model: Any = timm.create_model("convmixer_tiny", num_classes=10).eval()
+    assert (model.num_features, len(model.blocks), model.stem[0].stride) == (256, 8, (2, 2))
+    assert model.blocks[0][0].fn[0].kernel_size == (5, 5)
+    small = timm.create_model("convmixer_tiny", dim=16, depth=2, patch_size=4, num_classes=5).eval()
+    wp.save(wp.cut_skips(small), tmp_path)
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(wp.load(tmp_path)(x), small(x))
+    assert "convmixer_tiny" not in (tmp_path / "wellposed.json").read_text()
+    with pytest.raises(InvalidArgumentError, match="no argument 'embed_dim'; it has dim, depth"):
+        timm.create_model("convmixer_tiny", embed_dim=16)
+    with pytest.raises(InvalidArgumentError, match="no pretrained weights"):
+        timm.create_model("convmixer_tiny", pretrained=True)

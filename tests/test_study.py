@@ -19,12 +19,16 @@ from wellposed.cli import main
 from wellposed.data import DeviceLoader, make_shapes, open_data, sampled_images
 from wellposed.runs import Checkpoints, read_journal, step_of
 from wellposed.studies import StudyConfig
-from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell
-from wellposed.studies.pictures import _attention_on_images, _first_product, _lines
+from wellposed.studies.ablations import CONDITIONING
+from wellposed.studies.attention import _first_product, attention_on_images
+from wellposed.studies.comparison import StudyResult
+from wellposed.studies.config import OPTIMIZERS, Cell
+from wellposed.studies.pictures import _lines
 from wellposed.studies.running import PROBED_IMAGES, Outcome, run_cell
-from wellposed.studies.skips import StudyResult, lead
+from wellposed.studies.words import lead
 from zoo import vit
 
+KINDS = [kind.key for kind in CONDITIONING.kinds]
 FLAGS = ["--model-args", "embed_dim", "16", "depth", "2", "num_heads", "2", "--epochs", "1", "--device", "cpu"]
 
 
@@ -138,14 +142,14 @@ def test_each_curve_is_that_of_its_own_run(small_study: Path) -> None:
         for kind, line in zip(KINDS, _lines(config, optimizer, "train", "loss"), strict=True):
             events = read_journal(small_study / "runs" / f"{kind}-{optimizer}-0", "train")
             assert list(line.y) == [event["loss"] for event in events]
-            assert line.name == NAMES[kind]
+            assert line.name == CONDITIONING.kind(kind).name
 
 
 def test_maps_are_of_the_runs_that_finished(small_study: Path) -> None:
     config = StudyConfig(model_args={"embed_dim": 16, "depth": 2, "num_heads": 2}, epochs=1, out=small_study)
     train, test = (open_data("digits", split) for split in ("train", "test"))
     finished = {Cell("skip", "soap", 0), Cell("skipless", "soap", 1), Cell("conditioned", "soap", 0)}
-    section = _attention_on_images(config, finished, test, sampled_images(train, test, PROBED_IMAGES)[0])
+    section = attention_on_images(config, finished, test, sampled_images(train, test, PROBED_IMAGES)[0])
     titles = [found for panel in section.panels for found in re.findall(r'aria-label="([^"]+)"', panel)]
     assert titles[:5] == ["image 1", "skip, first", "skip, last", "conditioned, first", "conditioned, last"]
     assert section.across == 5

@@ -37,7 +37,8 @@ def describe(model: nn.Module, model_args: dict[str, Any] | None = None) -> dict
         kept = {"global_pool", "fc_norm"} if arguments.get("global_pool") != default.get("global_pool") else set()
         arguments = {key: v for key, v in arguments.items() if default.get(key) != v or key in kept}
     if model_args is not None:
-        arguments = {key: v for key, v in model_args.items() if not _loads_something(key)}
+        given = {key: v for key, v in model_args.items() if not _loads_something(key)}
+        arguments = given if made_as else arguments | given  # a class alone has no defaults to add to them
     return {**described, "args": arguments}
 
 

@@ -1,25 +1,30 @@
-"""The study of Cutting the Skip (arXiv 2510.00345): with skips, without, and without but conditioned."""
+"""A study: every kind of model trained under every optimizer and seed, and the page that compares them."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from torch import nn
 
-from wellposed.data import open_data
+from wellposed.data import Dataset, open_data
 from wellposed.errors import InvalidArgumentError, RunError
 from wellposed.families import blocks
 from wellposed.reporting import page
 from wellposed.runs import atomic_path, device_named, is_free, locked, write_json, writing_to
-from wellposed.studies.config import KINDS, NAMES, OPTIMIZERS, Cell, StudyConfig
+from wellposed.studies.ablations import Kind
+from wellposed.studies.config import Cell, StudyConfig
 from wellposed.studies.pictures import save_accuracies, sections
 from wellposed.studies.running import Outcome, run_cells
+from wellposed.studies.words import lead
 from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, fitted_to_data
 
 _STUDY, _REPORT = "study.json", "report.html"
+# What a study may have more or less of when it is taken up again: the runs are the same.
+_EXTENT = {"seeds", "kinds", "optimizers"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class StudyResult:
 
     def rows(self) -> list[tuple[str, ...]]:
         """A row per kind of model: its name and the accuracy under each optimizer."""
-        return [(NAMES[kind], *(self._cell(kind, optimizer) for optimizer in OPTIMIZERS)) for kind in KINDS]
+        optimizers = self.config.optimizers
+        return [(kind.name, *(self._cell(kind.key, o) for o in optimizers)) for kind in self.config.compared]
 
     def accuracies(self, kind: str, optimizer: str) -> list[float]:
         """Of the runs that did not diverge, one per seed."""
@@ -58,7 +64,7 @@ def study(config: StudyConfig) -> StudyResult:
         KeyboardInterrupt: after each run has written a checkpoint; the same call goes on.
     """
     config.check()
-    _try_out(config)
+    config = _tried_out(config)
     with writing_to(config.out):
         config.out.mkdir(parents=True, exist_ok=True)
     with locked(config.out):
@@ -67,54 +73,49 @@ def study(config: StudyConfig) -> StudyResult:
         result = StudyResult(config, outcomes, config.out / _REPORT, _facts(config))
         with writing_to(config.out):
             with atomic_path(result.report) as temporary:
-                text = page("Do transformers need their skips?", lead(result), sections(config, result), result.facts)
+                text = page(config.described.title, lead(result), sections(config, result), result.facts)
                 temporary.write_text(text, encoding="utf-8")
             save_accuracies(config, config.out / "accuracy.png")
             write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
 
 
-def lead(result: StudyResult) -> str:
-    """What the table says, in words that follow its numbers."""
-    config = result.config
-    first = f"{config.model} on {config.data.partition(':')[0]}, trained three ways for {config.epochs} epochs. "
-    best = {kind: _best(result, kind) for kind in KINDS}
-    skip, skipless, conditioned = (f"{100 * best[kind]:.1f} %" for kind in KINDS)
-    first += (
-        f"With its skip connections it reaches {skip}. " if best["skip"] else "With its skip connections it diverges. "
-    )
-    gap = best["conditioned"] - best["skipless"]
-    if gap > 0.02:
-        return first + (
-            f"With all of them cut, its default initialization gets to {skipless}; started from "
-            f"well-conditioned weights, the very same network without skips reaches {conditioned}."
-        )
-    compared = "less far than" if gap < -0.02 else "as far as"
-    return first + (
-        f"With all of them cut it reaches {skipless} from its default initialization and {conditioned} from "
-        f"well-conditioned weights, {compared} by default."
-    )
-
-
-def _best(result: StudyResult, kind: str) -> float:
-    """The mean over seeds under the optimizer that does best; 0 if every run diverged."""
-    return max((mean(values) for o in OPTIMIZERS if (values := result.accuracies(kind, o))), default=0.0)
-
-
-def _try_out(config: StudyConfig) -> None:
-    """Raise what a run would raise about its data or model, before anything is written."""
+def _tried_out(config: StudyConfig) -> StudyConfig:
+    """`config` with the kinds its model can be; raises what a run would raise, before anything is written."""
     device_named("cpu" if config.device == "auto" else config.device)
     if config.out.exists() and not config.out.is_dir():
         raise RunError(f"out={config.out} is a file; expected a folder, or a name that is free")
-    run = config.run(Cell("conditioned", "adamw", config.seed))
-    train, _ = (open_data(run.data, split, run.image_size) for split in ("train", "test"))
-    if run.batch_size > len(train):
-        raise InvalidArgumentError(f"batch_size={run.batch_size}: expected at most {len(train)}, the size of the set")
+    train, _ = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
+    if config.batch_size > len(train):
+        raise InvalidArgumentError(
+            f"batch_size={config.batch_size}: expected at most {len(train)}, the size of the set"
+        )
+    config = replace(config, kinds=_possible_kinds(config, _model(config, config.described.kinds[0], train)))
+    for kind in config.compared:
+        is_repeatable(_model(config, kind, train), torch.zeros(2, *train.image_shape))
+    return config
+
+
+def _model(config: StudyConfig, kind: Kind, data: Dataset) -> nn.Module:
+    run = config.run(Cell(kind.key, config.optimizers[0], config.seed))
     with torch.random.fork_rng([]):
-        model = build_model(fitted_to_data(run, train), train)
-    is_repeatable(model, torch.zeros(2, *train.image_shape))
-    if any(block.family.attention is None for block in blocks(model)):
+        return build_model(fitted_to_data(run, data), data)
+
+
+def _possible_kinds(config: StudyConfig, model: nn.Module) -> tuple[str, ...]:
+    """The kinds that were asked for, or all that differ where the blocks of `model` have the skips they have."""
+    found = blocks(model)
+    if config.described.needs_attention and any(block.family.attention is None for block in found):
         raise InvalidArgumentError(f"model={config.model}: the study looks at attention; expected a timm ViT")
+    skips = {skip for block in found for skip in block.family.skips}
+    possible = [kind.key for kind in config.compared if kind.needs <= skips]
+    for kind in config.compared if config.kinds else ():
+        if kind.key not in possible:
+            raise InvalidArgumentError(
+                f"kinds has {kind.key!r}: the blocks of {config.model} have one skip ({', '.join(skips)}); expected "
+                f"some of {', '.join(kind.key for kind in config.described.kinds if kind.needs <= skips)}"
+            )
+    return tuple(possible)
 
 
 def _facts(config: StudyConfig) -> dict[str, str]:
@@ -138,21 +139,21 @@ def _claim(config: StudyConfig) -> None:
         write_json(path, ours)
         return
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        different = [name for name in ours if name != "seeds" and ours[name] != theirs.get(name)]
-    except (OSError, ValueError, AttributeError) as error:
+        theirs = asdict(StudyConfig()) | json.loads(path.read_text(encoding="utf-8"))  # older ones know fewer settings
+        different = [name for name in ours if name not in _EXTENT and ours[name] != theirs[name]]
+    except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path} cannot be read ({error}); choose another --out") from error
     if different:
         name = different[0]
         raise RunError(
-            f"the study in {config.out} was made with {name}={theirs.get(name)}, now it is {ours[name]}: "
+            f"the study in {config.out} was made with {name}={theirs[name]}, now it is {ours[name]}: "
             "choose another --out, or give the same settings to go on with it"
         )
 
 
 def _plain(config: StudyConfig) -> dict[str, Any]:
-    """The settings that the numbers depend on."""
-    free = {"out", "jobs", "device"}
-    return {name: value for name, value in asdict(config).items() if name not in free} | {
-        "model_args": config.arguments()
-    }
+    """The settings that the numbers depend on, as JSON holds them."""
+    free = {"out", "jobs", "device", *config.unused()}
+    settings = {name: value for name, value in asdict(config).items() if name not in free}
+    settings |= {"model_args": config.arguments(), "kinds": [kind.key for kind in config.compared]}
+    return json.loads(json.dumps(settings))

@@ -1,21 +1,22 @@
-"""What the study compares, as data."""
+"""What a study trains, as data."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.studies.ablations import ABLATIONS, Ablation, Kind
 from wellposed.training import TrainConfig
 from wellposed.training.config import ModelArgs
 
-KINDS = ("skip", "skipless", "conditioned")
-NAMES = {
-    "skip": "with skips",
-    "skipless": "skipless, default initialization",
-    "conditioned": "skipless, conditioned initialization",
-}
 OPTIMIZERS: tuple[Literal["adamw", "soap"], ...] = ("adamw", "soap")
+TITLES = {"adamw": "AdamW", "soap": "SOAP"}
+SMALL: dict[str, dict[str, bool | int | float | str]] = {
+    "vit": {"embed_dim": 64, "depth": 8, "num_heads": 4},
+    "convmixer": {"dim": 64, "depth": 8, "kernel_size": 3},
+}
+"""For each family of names, the arguments of a model for digits."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,19 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """Train one ViT with skips, without, and without but conditioned, by AdamW and by SOAP, and show the difference."""
+    """Train one model in several ways, by AdamW and by SOAP, and show the difference."""
 
+    ablation: Literal["conditioning", "skips"] = "conditioning"
+    """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any."""
     data: str = "digits"
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
-    """Name of a timm ViT."""
+    """Name of a timm ViT; for skips also of a ConvMixer, such as convmixer_tiny."""
     model_args: ModelArgs | None = None
-    """Arguments of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 for digits, none for other sets."""
+    """Of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 (or dim 64 depth 8 kernel_size 3) for digits."""
+    kinds: tuple[str, ...] | None = None
+    """Those to compare of skip, skipless, conditioned or of all, no-mlp, no-attention, none; if None, all it can be."""
+    optimizers: tuple[Literal["adamw", "soap"], ...] = OPTIMIZERS
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""
     seed: int = 0
@@ -64,31 +70,67 @@ class StudyConfig:
     lr_skip_soap: float = 3e-3
     lr_skipless_soap: float = 3e-3
     lr_conditioned_soap: float = 3e-3
+    lr_adamw: float = 1e-3
+    """In the other ablations: of all that AdamW trains."""
+    lr_soap: float = 3e-3
+    rates: ModelArgs = field(default_factory=dict)
+    """In the other ablations: exceptions, such as no-attention-soap 1e-3."""
+
+    @property
+    def described(self) -> Ablation:
+        """What the ablation's name stands for."""
+        return ABLATIONS[self.ablation]
+
+    @property
+    def compared(self) -> tuple[Kind, ...]:
+        """The kinds of model that are trained, in the order of the table."""
+        return tuple(kind for kind in self.described.kinds if self.kinds is None or kind.key in self.kinds)
 
     def check(self) -> None:
-        """Raise InvalidArgumentError where a number lies outside what it is defined for."""
+        """Raise InvalidArgumentError where a value lies outside what it is defined for, or would have no effect."""
+        if self.ablation not in ABLATIONS:
+            raise InvalidArgumentError(f"ablation={self.ablation!r}: expected one of {', '.join(ABLATIONS)}")
         for name in ("seeds", "jobs"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)}: expected at least 1")
+        _require_some("kinds", self.kinds, [kind.key for kind in self.described.kinds])
+        _require_some("optimizers", self.optimizers, OPTIMIZERS)
+        for name, default in self.unused().items():
+            if getattr(self, name) != default:
+                raise InvalidArgumentError(
+                    f"{name}={getattr(self, name)}: --ablation {self.ablation} makes no use of it; leave it out"
+                )
+        known = [f"{kind.key}-{optimizer}" for kind in self.described.kinds for optimizer in OPTIMIZERS]
+        for name, rate in self.rates.items():
+            if name not in known or isinstance(rate, bool | str):
+                raise InvalidArgumentError(f"rates has {name} {rate}: expected a number for one of {', '.join(known)}")
         for cell in self.cells():
             self.run(cell).check()
+
+    def unused(self) -> dict[str, Any]:
+        """The fields of other ablations that have no effect in this one, each with its default."""
+        idle = frozenset[str]().union(*(ablation.uses for ablation in ABLATIONS.values())) - self.described.uses
+        default = type(self)()
+        return {known.name: getattr(default, known.name) for known in fields(self) if known.name in idle}
 
     def cells(self) -> Iterator[Cell]:
         """Every run, one seed after the other."""
         for seed in range(self.seed, self.seed + self.seeds):
-            for optimizer in OPTIMIZERS:
-                for kind in KINDS:
-                    yield Cell(kind, optimizer, seed)
+            for optimizer in self.optimizers:
+                for kind in self.compared:
+                    yield Cell(kind.key, optimizer, seed)
 
     def arguments(self) -> dict[str, bool | int | float | str]:
         """What timm.create_model is given beside what follows from the data."""
         if self.model_args is None:
-            return {"embed_dim": 64, "depth": 8, "num_heads": 4} if self.data == "digits" else {}
+            return SMALL.get(self.model.partition("_")[0], SMALL["vit"]) if self.data == "digits" else {}
         return self.model_args
 
     def learning_rate(self, cell: Cell) -> float:
         """That of the cell's kind and optimizer."""
-        return float(getattr(self, f"lr_{cell.kind}_{cell.optimizer}"))
+        own = f"lr_{cell.kind}_{cell.optimizer}"
+        usual = getattr(self, own if own in self.described.uses else f"lr_{cell.optimizer}")
+        return float(self.rates.get(f"{cell.kind}-{cell.optimizer}", usual))
 
     def run(self, cell: Cell) -> TrainConfig:
         """What `cell` trains, and where."""
@@ -96,8 +138,6 @@ class StudyConfig:
             data=self.data,
             model=self.model,
             model_args=self.arguments(),
-            skips=cell.kind == "skip",
-            init="conditioned" if cell.kind == "conditioned" else "default",
             optimizer=cell.optimizer,
             out=self.out / "runs" / str(cell),
             seed=cell.seed,
@@ -112,4 +152,10 @@ class StudyConfig:
             alpha=self.alpha,
             beta=self.beta,
             c=self.c,
+            **self.described.kind(cell.kind).settings,
         )
+
+
+def _require_some(name: str, given: tuple[str, ...] | None, allowed: Sequence[str]) -> None:
+    if given is not None and not (given and len(set(given)) == len(given) and set(given) <= set(allowed)):
+        raise InvalidArgumentError(f"{name}={' '.join(given)!r}: expected some of {', '.join(allowed)}, each once")

@@ -140,7 +140,8 @@ def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
 
     def look(model: nn.Module) -> dict[str, Any]:
         device = next(model.parameters()).device
-        return {"blocks": [asdict(state) for state in probe(model, images.to(device), labels.to(device))]}
+        with _batch_statistics(model):
+            return {"blocks": [asdict(state) for state in probe(model, images.to(device), labels.to(device))]}
 
     if (config.folder / "config.json").exists():
         config = replace(config, resume=True)
@@ -149,6 +150,20 @@ def run_cell(config: TrainConfig, cell: Cell) -> Outcome:
     except DivergedError as error:
         return Outcome(cell, None, 0.0, str(error).partition(". ")[0])
     return Outcome(cell, done.accuracy, done.seconds)
+
+
+@contextmanager
+def _batch_statistics(model: nn.Module) -> Iterator[None]:
+    """BatchNorm as training sees it, from the batch alone: before the first step its running averages mean nothing."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    before = [(norm.training, norm.track_running_stats) for norm in norms]
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for norm, (training, tracks) in zip(norms, before, strict=True):
+            norm.training, norm.track_running_stats = training, tracks
 
 
 def _finished(config: TrainConfig, cell: Cell) -> Outcome | None:

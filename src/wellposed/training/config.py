@@ -66,7 +66,9 @@ class TrainConfig:
     model: str = "vit_tiny_patch16_224"
     """Name of a timm model; image size, patch size, channels and classes follow the data."""
     skips: bool = True
-    """Keep the skip connections, or cut them all."""
+    """Keep the skip connections, or cut those that --cut names."""
+    cut: Literal["both", "attention", "mlp"] = "both"
+    """What --no-skips cuts: the skips around attention, those around the MLP, or both."""
     init: Literal["default", "conditioned"] = "default"
     """The model's own initialization, or the conditioned one (arXiv 2510.00345)."""
     optimizer: Literal["adamw", "soap", "muon"] = "adamw"
@@ -92,7 +94,7 @@ class TrainConfig:
     """On a GPU, only kernels that give the same bits every time; without, runs are faster and resume up to rounding."""
 
     patch_size: int | None = None
-    """Of a ViT; chosen to give 16 to 256 tokens if None."""
+    """Of a ViT, chosen to give 16 to 256 tokens if None; or of a ConvMixer, its own if None."""
     image_size: int | None = None
     """For sets without a size of their own: shapes (32 if None) and folder (224)."""
     pool: Literal["avg", "token"] = "avg"
@@ -167,6 +169,8 @@ class TrainConfig:
             _require(self, name, 0 <= getattr(self, name) <= 1, "a number in [0, 1]")
         _require(self, "seed", self.seed < 2**63, "less than 2^63")
         _require(self, "device", re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device), "auto, cpu, cuda or cuda:1")
+        if self.skips and self.cut != "both":
+            raise InvalidArgumentError(f"cut={self.cut!r} with the skips kept: expected it with --no-skips")
         for name in self.model_args:
             if name in _DECIDED:
                 raise InvalidArgumentError(f"model_args has {name!r}, which {_DECIDED[name]} decides; leave it out")
@@ -174,7 +178,7 @@ class TrainConfig:
     @property
     def folder(self) -> Path:
         """`out`, or where the run goes if that is None."""
-        kind = "skip" if self.skips else "skipless"
+        kind = "skip" if self.skips else "skipless" if self.cut == "both" else f"no-{self.cut}-skip"
         name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}-{self.optimizer}-{self.seed}"
         return self.out or Path("runs") / name
 

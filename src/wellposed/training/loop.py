@@ -222,9 +222,10 @@ class Loop:
     def _load(self, path: Path) -> None:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
         for name, value in self._identity.items():
-            if state["identity"].get(name) != value:
+            known = state["identity"].get(name, value)  # a setting that is newer than the run has its default
+            if known != value:
                 raise RunError(
-                    f"{path} belongs to a run with {name}={state['identity'].get(name)}, not {value}: "
+                    f"{path} belongs to a run with {name}={known}, not {value}: "
                     "give it the data, the settings and the kind of device it was started with"
                 )
         self.task.load_weights(path)

@@ -7,9 +7,11 @@ from typing import Any
 
 import timm
 import torch
+from timm.models.convmixer import ConvMixer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import wellposed.models  # noqa: F401  # registers its names with timm
 from wellposed.data import Dataset
 from wellposed.errors import InvalidArgumentError
 from wellposed.skipless import condition_, cut_skips
@@ -19,19 +21,20 @@ FEWEST_TOKENS, MOST_TOKENS, USUAL_TOKENS = 16, 256, 64
 
 
 def fitted_to_data(config: TrainConfig, data: Dataset) -> TrainConfig:
-    """`config` with the patch size that it leaves to the data, which only a ViT has."""
+    """`config` with the patch size that it leaves to the data, as a ViT does."""
     size = data.image_shape[-1]
     sketch = _sketch(config.model)
-    if isinstance(sketch, VisionTransformer):
-        own = sketch.patch_embed.patch_size[0]
-        patch = choose_patch_size(size, own) if config.patch_size is None else config.patch_size
-        if size % patch:
-            fitting = ", ".join(str(p) for p in range(1, size + 1) if size % p == 0)
-            raise InvalidArgumentError(f"patch_size={patch}: images of {size} pixels divide into {fitting}")
-        return replace(config, patch_size=patch)
-    if config.patch_size is not None:
-        raise InvalidArgumentError(f"patch_size={config.patch_size}: {config.model} is no ViT and has its own")
-    return config
+    patch = config.patch_size
+    if isinstance(sketch, VisionTransformer) and patch is None:
+        patch = choose_patch_size(size, own=sketch.patch_embed.patch_size[0])
+    if patch is None:
+        return config
+    if not isinstance(sketch, VisionTransformer | ConvMixer):
+        raise InvalidArgumentError(f"patch_size={patch}: {config.model} is no ViT or ConvMixer and has its own")
+    if size % patch:
+        fitting = ", ".join(str(p) for p in range(1, size + 1) if size % p == 0)
+        raise InvalidArgumentError(f"patch_size={patch}: images of {size} pixels divide into {fitting}")
+    return replace(config, patch_size=patch)
 
 
 def choose_patch_size(image_size: int, own: int) -> int:
@@ -68,6 +71,8 @@ def model_arguments(config: TrainConfig, data: Dataset) -> dict[str, Any]:
     sketch = _sketch(config.model)
     if isinstance(sketch, VisionTransformer):
         arguments |= {"patch_size": config.patch_size, "global_pool": config.pool}
+    elif config.patch_size is not None:
+        arguments["patch_size"] = config.patch_size
     if "img_size" in inspect.signature(type(sketch).__init__).parameters:
         arguments["img_size"] = data.image_shape[-1]
     return arguments | config.model_args
@@ -81,7 +86,7 @@ def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
     except Exception as error:  # timm raises of every kind
         raise InvalidArgumentError(f"{config.model} cannot be built with {arguments}: {error!r}") from error
     if not config.skips:
-        cut_skips(model)
+        cut_skips(model, attention=config.cut != "mlp", mlp=config.cut != "attention")
     if config.init == "conditioned":
         condition_(model, alpha=config.alpha, beta=config.beta, c=config.c)
     return model

@@ -159,7 +159,8 @@ def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerat
     patch = config.patch_size
     tokens = f", patch {patch}: {(size // patch) ** 2} tokens" if patch else ""
     millions = sum(param.numel() for param in task.model.parameters()) / 1e6
-    skips = "with skips" if config.skips else "without skips"
+    cut = "" if config.cut == "both" else f" around {'attention' if config.cut == 'attention' else 'the MLP'}"
+    skips = "with skips" if config.skips else f"without skips{cut}"
     return (
         f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters; {data.name}, {len(data)} images of "
         f"{size} px{tokens}; {config.optimizer}, lr {config.lr:g}; {accelerator.num_processes} x "

@@ -1,0 +1,92 @@
+"""What a study compares, as data: the kinds of model it trains, how they are drawn, and what its page says of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from wellposed.studies.words import on_conditioning, on_skips
+
+if TYPE_CHECKING:
+    from wellposed.studies.comparison import StudyResult
+
+BLUE, RED, GREEN, PURPLE = "#4477aa", "#ee6677", "#228833", "#aa3377"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the models that are compared."""
+
+    key: str
+    """As in the names of its runs and in --kinds."""
+    name: str
+    """As in tables and legends."""
+    settings: Mapping[str, Any]
+    """The fields of TrainConfig that make it what it is."""
+    colour: str
+    style: str = "-"
+    """Of its curves: "-", "--" or ":"."""
+    needs: frozenset[str] = frozenset()
+    """The skips, "attention" or "mlp", that blocks must have for this to be a model of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """A study: one model, trained in several ways that differ in one thing."""
+
+    title: str
+    """Of its page."""
+    kinds: tuple[Kind, ...]
+    words: Callable[["StudyResult"], str]
+    """What the numbers say, where all kinds have been compared."""
+    uses: frozenset[str]
+    """The fields of StudyConfig that not every study has a use for, and this one has.
+
+    A rate that is named after a kind and an optimizer, as in lr_skip_adamw, is that kind's; else lr_adamw is.
+    """
+    paper: str = ""
+    """What the paper found, for the reader to compare."""
+    shows: tuple[Literal["matrices", "attention"], ...] = ("attention",)
+    """What the page shows of attention beside the table, the curves and the state of every block."""
+    needs_attention: bool = False
+    """Whether a model without attention is refused; what `shows` names is left out for it otherwise."""
+
+    def kind(self, key: str) -> Kind:
+        """The kind with this key."""
+        return next(kind for kind in self.kinds if kind.key == key)
+
+
+CONDITIONING = Ablation(
+    title="Do transformers need their skips?",
+    kinds=(
+        Kind("skip", "with skips", {"skips": True}, BLUE),
+        Kind("skipless", "skipless, default initialization", {"skips": False}, RED, "--"),
+        Kind("conditioned", "skipless, conditioned initialization", {"skips": False, "init": "conditioned"}, GREEN),
+    ),
+    words=on_conditioning,
+    uses=frozenset(
+        {"alpha", "beta", "c"}
+        | {f"lr_{kind}_{optimizer}" for kind in ("skip", "skipless", "conditioned") for optimizer in ("adamw", "soap")}
+    ),
+    shows=("matrices", "attention"),
+    needs_attention=True,
+)
+"""Cutting the Skip, arXiv 2510.00345."""
+
+_BOTH = frozenset({"attention", "mlp"})
+SKIPS = Ablation(
+    title="Which skips does it need?",
+    kinds=(
+        Kind("all", "with skips", {"skips": True}, BLUE),
+        Kind("no-mlp", "without the MLP's skips", {"skips": False, "cut": "mlp"}, GREEN, needs=_BOTH),
+        Kind("no-attention", "without attention's skips", {"skips": False, "cut": "attention"}, RED, "--", needs=_BOTH),
+        Kind("none", "without skips", {"skips": False}, PURPLE, ":"),
+    ),
+    words=on_skips,
+    uses=frozenset({"lr_adamw", "lr_soap", "rates"}),
+    paper="Always Skip Attention (arXiv 2505.01996) reports for ViT-Tiny on CIFAR-10 about 92 % with both skips, 90 % "
+    "without the MLP's and 70 % without attention's; its ConvMixer-Tiny changed by 0.2 without its one skip, which is "
+    "around the convolution that mixes tokens.",
+)
+"""Always Skip Attention, arXiv 2505.01996."""
+
+ABLATIONS: Mapping[str, Ablation] = {"conditioning": CONDITIONING, "skips": SKIPS}

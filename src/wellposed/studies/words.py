@@ -1,0 +1,79 @@
+"""What the table of a study says, in words that follow its numbers."""
+
+from collections.abc import Mapping
+from statistics import mean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wellposed.studies.comparison import StudyResult
+
+MARGIN = 0.02
+"""Accuracies that are nearer to each other than this are called the same."""
+_WAYS = {1: "one way", 2: "two ways", 3: "three ways", 4: "four ways"}
+
+
+def lead(result: "StudyResult") -> str:
+    """The first paragraph of the page."""
+    config = result.config
+    ways = _WAYS.get(len(config.compared), f"{len(config.compared)} ways")
+    first = f"{config.model} on {config.data.partition(':')[0]}, trained {ways} for {config.epochs} epochs. "
+    return first + config.described.words(result)
+
+
+def on_conditioning(result: "StudyResult") -> str:
+    """With skips, without, and without but conditioned."""
+    reached = _best(result)
+    if not reached.keys() >= {"skip", "skipless", "conditioned"}:
+        return _listed(result)
+    first = f"With its skip connections it {_reaches(reached['skip'])}. "
+    skipless, conditioned = (f"{100 * reached[kind]:.1f} %" for kind in ("skipless", "conditioned"))
+    gap = reached["conditioned"] - reached["skipless"]
+    if gap > MARGIN:
+        return first + (
+            f"With all of them cut, its default initialization gets to {skipless}; started from "
+            f"well-conditioned weights, the very same network without skips reaches {conditioned}."
+        )
+    compared = "less far than" if gap < -MARGIN else "as far as"
+    return first + (
+        f"With all of them cut it reaches {skipless} from its default initialization and {conditioned} from "
+        f"well-conditioned weights, {compared} by default."
+    )
+
+
+def on_skips(result: "StudyResult") -> str:
+    """With its skips, without those around attention, without those around the MLP, without any."""
+    reached = _best(result)
+    if reached.keys() == {"all", "none"}:
+        return f"With its skips it {_reaches(reached['all'])}, without them it {_reaches(reached['none'])}: " + (
+            f"{_change(reached, 'none')} points."
+        )
+    if not reached.keys() >= {"all", "no-attention", "no-mlp", "none"}:
+        return _listed(result)
+    gap = reached["no-mlp"] - reached["no-attention"]
+    verdict = "attention needs its skips more" if gap > MARGIN else "the MLP needs its skips more"
+    return (
+        f"With its skips it {_reaches(reached['all'])}; without any it {_reaches(reached['none'])}. Cutting "
+        f"attention's alone changes its accuracy by {_change(reached, 'no-attention')} points, cutting the MLP's alone "
+        f"by {_change(reached, 'no-mlp')}: {verdict if abs(gap) > MARGIN else 'about the same'}."
+    )
+
+
+def _best(result: "StudyResult") -> dict[str, float]:
+    """Of each kind, the mean over seeds under the optimizer that does best; 0 if every run diverged."""
+    return {
+        kind.key: max((mean(v) for o in result.config.optimizers if (v := result.accuracies(kind.key, o))), default=0.0)
+        for kind in result.config.compared
+    }
+
+
+def _listed(result: "StudyResult") -> str:
+    """The table as a sentence, for a part of the kinds."""
+    return "; ".join(f"{name}: {' and '.join(cells)}" for name, *cells in result.rows()) + "."
+
+
+def _reaches(accuracy: float) -> str:
+    return f"reaches {100 * accuracy:.1f} %" if accuracy else "diverges"
+
+
+def _change(reached: Mapping[str, float], kind: str) -> str:
+    return f"{100 * (reached[kind] - reached['all']):+.1f}"
