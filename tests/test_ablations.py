@@ -22,9 +22,10 @@ from wellposed.studies import StudyConfig
 from wellposed.studies.ablations import ABLATIONS
 from wellposed.studies.comparison import StudyResult
 from wellposed.studies.config import Cell
+from wellposed.studies.graying import _patch_condition, graying_of_input
 from wellposed.studies.running import Outcome, _batch_statistics
 from wellposed.studies.words import lead
-from zoo import convmixer
+from zoo import convmixer, vit
 
 USUAL = ["study", "--ablation", "skips", "--epochs", "1", "--device", "cpu"]
 VIT = [*USUAL, "--model-args", "embed_dim", "16", "depth", "2", "num_heads", "2", "--optimizers", "adamw"]
@@ -212,3 +213,50 @@ def test_runs_see_batchnorm_as_training_does(of_convmixer: Path) -> None:
 def test_the_page_in_a_browser(width: int, of_vit: Path, tmp_path: Path) -> None:
     page = (of_vit / "report.html").read_text(encoding="utf-8")
     check_in_a_browser(page, width, page.count("<svg"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def of_graying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ablation") / "graying"
+    chosen = ["--kinds", "plain", "svd-0.7", "dct-0.95", "--optimizers", "soap"]
+    assert main(["study", "--ablation", "graying", *VIT[3:-2], *chosen, "--out", str(out)]) == 0
+    return out
+
+
+def test_the_input_is_grayed_as_each_kind_says(of_graying: Path) -> None:
+    recipes = {path.name: wp.recipe(wp.load(path)) for path in (of_graying / "runs").iterdir()}
+    assert recipes["plain-soap-0"] == []
+    expected = {"change": "gray_tokens", "tol": 1e-3, "at": "patches", "kind": "svd", "eps": 0.7}
+    assert recipes["svd-0.7-soap-0"] == [expected]
+    assert recipes["dct-0.95-soap-0"][0]["kind"] == "dct"
+
+
+def test_the_page_shows_what_graying_does(of_graying: Path) -> None:
+    text = html.unescape((of_graying / "report.html").read_text(encoding="utf-8"))
+    assert "What graying does to the input" in text
+    assert "SVD: Jacobian of the first attention" in text
+    assert "of the grayed ones" in text
+
+
+def test_graying_makes_the_input_better_conditioned() -> None:
+    torch.manual_seed(0)
+    model = vit(img_size=16, patch_size=4, embed_dim=64, in_chans=1).eval()
+    images = torch.rand(3, 1, 16, 16).cumsum(-1).cumsum(-2) / 100
+    section = graying_of_input(model, images)
+    assert len(section.panels) == 3
+    assert wp.recipe(model) == []
+    before = _patch_condition(model, images)
+    after = _patch_condition(wp.gray_tokens(model, "svd", eps=0.7), images)
+    assert before == pytest.approx(
+        float(torch.linalg.cond(torch.nn.functional.unfold(images, 4, stride=4).mT.double()).median()), rel=1e-3
+    )
+    assert before > 1e4
+    assert after == pytest.approx(before * 1e-3**0.3, rel=0.03)  # the smallest lie below the floor
+
+
+def test_refused_graying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="without graying"):
+        small_config(tmp_path, gray_eps=0.5).check()
+    with pytest.raises(InvalidArgumentError, match="gray_eps"):
+        small_config(tmp_path, gray="dct", gray_eps=1.5).check()
+    assert small_config(None, gray="svd").folder.name.endswith("-svd-patches-adamw-0")

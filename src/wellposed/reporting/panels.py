@@ -34,10 +34,7 @@ class Line:
 
 def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
     """Curves over one another, on a logarithmic scale if `log`."""
-    with _panel(title) as (axes, drawn):
-        _draw_lines(axes, lines, x, y)
-        axes.set_yscale("log" if log else "linear")
-    return drawn[0]
+    return Curves(title, lines, x, y, log).svg()
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,26 @@ class Curves:
     x: str
     y: str
     log: bool = False
+    """On a logarithmic scale."""
+    whole: bool = True
+    """Ticks at whole numbers only, of blocks and epochs."""
 
     def svg(self) -> str:
         """As inline SVG."""
-        return line_panel(self.title, self.lines, x=self.x, y=self.y, log=self.log)
+        with _panel(self.title) as (axes, drawn):
+            self.draw(axes)
+        return drawn[0]
+
+    def draw(self, axes: Any) -> None:
+        """On axes of matplotlib."""
+        for line in self.lines:
+            marker = "o" if len(line.x) == 1 else ""
+            axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, linewidth=1.8, marker=marker)
+        axes.set(xlabel=self.x, ylabel=self.y, yscale="log" if self.log else "linear")
+        if self.whole:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
+        axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
 
 
 def curves_figure(
@@ -67,24 +80,13 @@ def curves_figure(
     for axes, panel in zip(grid, panels, strict=False):
         axes.set_title(panel.title)
         axes.spines[["top", "right"]].set_visible(False)
-        _draw_lines(axes, panel.lines, panel.x, panel.y)
-        axes.set_yscale("log" if panel.log else "linear")
+        panel.draw(axes)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if path is not None:
         with atomic_path(Path(path)) as file:
             figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png", dpi=150)
     return figure
-
-
-def _draw_lines(axes: Any, lines: Sequence[Line], x: str, y: str) -> None:
-    for line in lines:
-        marker = "o" if len(line.x) == 1 else ""
-        axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, linewidth=1.8, marker=marker)
-    axes.set(xlabel=x, ylabel=y)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
-    axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
 
 
 def heat_panel(

@@ -35,8 +35,9 @@ class Cell:
 class StudyConfig:
     """Train one model in several ways, by AdamW and by SOAP, and show the difference."""
 
-    ablation: Literal["conditioning", "skips"] = "conditioning"
-    """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any."""
+    ablation: Literal["conditioning", "skips", "graying"] = "conditioning"
+    """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any.
+    graying: the input grayed by SVD and by DCT."""
     data: str = "digits"
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
@@ -44,7 +45,8 @@ class StudyConfig:
     model_args: ModelArgs | None = None
     """Of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 (or dim 64 depth 8 kernel_size 3) for digits."""
     kinds: tuple[str, ...] | None = None
-    """Those to compare of skip, skipless, conditioned or of all, no-mlp, no-attention, none; if None, all it can be."""
+    """Those to compare of skip, skipless, conditioned; of all, no-mlp, no-attention, none; or of plain, svd-0.9,
+    svd-0.7, svd-0.5, dct-0.95, dct-0.8. If None, all it can be."""
     optimizers: tuple[Literal["adamw", "soap"], ...] = OPTIMIZERS
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.data import open_data, sampled_images
+from wellposed.recipes import load
 from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, line_panel
 from wellposed.runs import read_journal
 from wellposed.studies.ablations import Kind
 from wellposed.studies.attention import attention_on_images, weights_and_attention
 from wellposed.studies.config import TITLES, Cell, StudyConfig
+from wellposed.studies.graying import graying_of_input
 from wellposed.studies.running import PROBED_IMAGES
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     finished = {outcome.cell for outcome in result.outcomes if outcome.accuracy is not None}
     if "matrices" in config.described.shows:
         shown.append(weights_and_attention(config, train, images))
+    if "graying" in config.described.shows and (plain := Cell("plain", config.optimizers[-1], config.seed)) in finished:
+        shown.append(graying_of_input(load(config.run(plain).folder), images))
     if "attention" in config.described.shows:
         shown.append(attention_on_images(config, finished, test, images))
     return shown

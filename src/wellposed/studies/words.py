@@ -58,6 +58,21 @@ def on_skips(result: "StudyResult") -> str:
     )
 
 
+def on_graying(result: "StudyResult") -> str:
+    """Without graying, and with several kinds of it."""
+    reached = _best(result)
+    grayed = {kind: accuracy for kind, accuracy in reached.items() if kind != "plain"}
+    if "plain" not in reached or not grayed:
+        return _listed(result)
+    best = max(grayed, key=lambda kind: grayed[kind])
+    gain = grayed[best] - reached["plain"]
+    verdict = "better" if gain > MARGIN else "worse" if gain < -MARGIN else "no difference that one could be sure of"
+    return (
+        f"Without graying it {_reaches(reached['plain'])}; of the grayed ones "
+        f"{result.config.described.kind(best).name} does best and {_reaches(grayed[best])}: {verdict}."
+    )
+
+
 def _best(result: "StudyResult") -> dict[str, float]:
     """Of each kind, the mean over seeds under the optimizer that does best; 0 if every run diverged."""
     return {

@@ -71,6 +71,12 @@ class TrainConfig:
     """What --no-skips cuts: the skips around attention, those around the MLP, or both."""
     init: Literal["default", "conditioned"] = "default"
     """The model's own initialization, or the conditioned one (arXiv 2510.00345)."""
+    gray: Literal["none", "dct", "svd"] = "none"
+    """Token Graying of every image's patches (arXiv 2505.01996)."""
+    gray_eps: float | None = None
+    """Its power, in (0, 1]; the paper's if None: 0.95 for dct, 0.7 for svd."""
+    gray_at: Literal["patches", "tokens"] = "patches"
+    """What is grayed: the pixels before they are embedded, or the embedded patches."""
     optimizer: Literal["adamw", "soap", "muon"] = "adamw"
 
     out: Path | None = None
@@ -171,6 +177,9 @@ class TrainConfig:
         _require(self, "device", re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device), "auto, cpu, cuda or cuda:1")
         if self.skips and self.cut != "both":
             raise InvalidArgumentError(f"cut={self.cut!r} with the skips kept: expected it with --no-skips")
+        if self.gray == "none" and (self.gray_eps is not None or self.gray_at != "patches"):
+            raise InvalidArgumentError("gray_eps and gray_at without graying: expected them with --gray dct or svd")
+        _require(self, "gray_eps", 0 < (self.gray_eps or 1) <= 1 and self.gray_eps != 0, "a number in (0, 1]")
         for name in self.model_args:
             if name in _DECIDED:
                 raise InvalidArgumentError(f"model_args has {name!r}, which {_DECIDED[name]} decides; leave it out")
@@ -179,7 +188,8 @@ class TrainConfig:
     def folder(self) -> Path:
         """`out`, or where the run goes if that is None."""
         kind = "skip" if self.skips else "skipless" if self.cut == "both" else f"no-{self.cut}-skip"
-        name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}-{self.optimizer}-{self.seed}"
+        gray = "" if self.gray == "none" else f"-{self.gray}{self.gray_eps or ''}-{self.gray_at}"
+        name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}{gray}-{self.optimizer}-{self.seed}"
         return self.out or Path("runs") / name
 
     @classmethod

@@ -14,6 +14,7 @@ from torch import nn
 import wellposed.models  # noqa: F401  # registers its names with timm
 from wellposed.data import Dataset
 from wellposed.errors import InvalidArgumentError
+from wellposed.graying import gray_tokens
 from wellposed.skipless import condition_, cut_skips
 from wellposed.training.config import TrainConfig
 
@@ -89,6 +90,8 @@ def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
         cut_skips(model, attention=config.cut != "mlp", mlp=config.cut != "attention")
     if config.init == "conditioned":
         condition_(model, alpha=config.alpha, beta=config.beta, c=config.c)
+    if config.gray != "none":
+        gray_tokens(model, config.gray, eps=config.gray_eps, at=config.gray_at)
     return model
 
 

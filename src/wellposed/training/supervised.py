@@ -161,6 +161,7 @@ def _summary(config: TrainConfig, data: Dataset, task: Classification, accelerat
     millions = sum(param.numel() for param in task.model.parameters()) / 1e6
     cut = "" if config.cut == "both" else f" around {'attention' if config.cut == 'attention' else 'the MLP'}"
     skips = "with skips" if config.skips else f"without skips{cut}"
+    skips += "" if config.gray == "none" else f", {config.gray} graying of its {config.gray_at}"
     return (
         f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters; {data.name}, {len(data)} images of "
         f"{size} px{tokens}; {config.optimizer}, lr {config.lr:g}; {accelerator.num_processes} x "
