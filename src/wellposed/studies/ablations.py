@@ -109,8 +109,8 @@ GRAYING = Ablation(
     words=on_graying,
     uses=frozenset({"lr_adamw", "lr_soap", "rates"}),
     paper="Always Skip Attention (arXiv 2505.01996) reports for ViT-B on ImageNet 81.0 % without graying, 81.3 with "
-    "the DCT at 0.95, and with the SVD 81.2 at 0.9, 81.4 at 0.7 and 81.0 at 0.5: differences that short runs on small sets "
-    "cannot tell from those between seeds.",
+    "the DCT at 0.95, and with the SVD 81.2 at 0.9, 81.4 at 0.7 and 81.0 at 0.5: differences that short runs on small "
+    "sets cannot tell from those between seeds.",
     shows=("graying",),
     needs_attention=True,
 )
