@@ -298,3 +298,27 @@ def test_arguments_out_of_range() -> None:
             wp.gray_tokens(vit(), **arguments)
     with pytest.raises(InvalidArgumentError, match="expected a torch"):
         wp.gray_tokens("vit")
+
+
+def test_one_of_two_models(tmp_path: Path) -> None:
+    pair = nn.ModuleDict({"student": vit(), "teacher": vit()})
+    wp.gray_tokens(pair["student"], "dct")
+    entries = wp.recipe(pair)
+    assert [entry["only"] for entry in entries] == [["student.patch_embed"]]
+    fresh = nn.ModuleDict({"student": vit(), "teacher": vit()})
+    replay(fresh, entries)
+    assert wp.recipe(fresh) == entries
+    assert wp.recipe(fresh["teacher"]) == []
+    wp.gray_tokens(pair["teacher"], "dct")
+    assert "only" not in wp.recipe(pair)[0]
+    with pytest.raises(InvalidArgumentError, match=r"student.patch_embed, teacher.patch_embed"):
+        wp.gray_tokens(wp.ungray_tokens(pair), "dct", only=["nobody"])
+
+
+@pytest.mark.parametrize("kind", ["svd", "dct"])
+def test_images_that_are_broken_or_too_small(kind: str) -> None:
+    model = wp.gray_tokens(vit(), kind)
+    with pytest.raises(InvalidArgumentError, match="NaN or Inf"):
+        model(torch.full((1, 3, 32, 32), torch.nan))
+    with pytest.raises(AssertionError, match="height"):
+        model(torch.zeros(1, 3, 4, 4))

@@ -59,7 +59,7 @@ def by_dctn(X: Tensor, eps: float) -> Tensor:
     columns=st.integers(1, 40),
     decades=st.floats(0, 8),
     eps=st.sampled_from([0.5, 0.6, 0.7, 0.9, 0.999]),
-    tol=st.sampled_from([5e-4, 1e-3, 1e-2]),
+    tol=st.sampled_from([1e-3, 3e-3, 1e-2]),
     scale=st.sampled_from([1e-30, 1.0, 1e30]),
     seed=st.integers(0, 99),
 )
@@ -75,7 +75,7 @@ def test_svd_is_the_definition_to_the_stated_tolerance(
 
 
 @pytest.mark.parametrize(("eps", "of_largest", "of_own"), [(0.3, 3e-3, 3e-2), (0.4, 3e-3, 3e-2), (0.05, 1.5e-2, 3e-2)])
-@pytest.mark.parametrize("tol", [5e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("tol", [1e-3, 3e-3, 1e-2])
 def test_small_eps(eps: float, of_largest: float, of_own: float, tol: float) -> None:
     X = matrices(50, 60, decades=5)
     expected, grayed = by_svd(X, eps, tol), wp.gray(X, "svd", eps, tol=tol)
@@ -210,7 +210,7 @@ def test_eps_out_of_range(eps: float) -> None:
 
 @pytest.mark.parametrize("tol", [0, 1e-5, 0.5, float("nan")])
 def test_tol_out_of_range(tol: float) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"tol=.*from 0\.0005 to 0\.01"):
+    with pytest.raises(InvalidArgumentError, match=r"tol=.*from 0\.001 to 0\.01"):
         wp.gray(torch.ones(2, 2), "svd", 0.5, tol=tol)
 
 
@@ -246,3 +246,15 @@ def test_the_baseline_of_the_benchmark_is_the_definition() -> None:
 def test_on_a_gpu(kind: str) -> None:
     X = matrices(4, 196, 768, decades=3).float()
     torch.testing.assert_close(wp.gray(X.cuda(), kind).cpu(), wp.gray(X, kind), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-170, 1e155])
+def test_float64_of_any_size(scale: float) -> None:
+    x = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(wp.gray(scale * x, "svd") / scale, wp.gray(x, "svd"), rtol=1e-9, atol=0)
+
+
+def test_under_vmap() -> None:
+    x = torch.randn(3, 6, 9, dtype=torch.float64)
+    for kind in ("svd", "dct"):
+        torch.testing.assert_close(torch.func.vmap(lambda one, kind=kind: wp.gray(one, kind))(x), wp.gray(x, kind))

@@ -30,12 +30,17 @@ class PatchEmbedding(SitedModule):
         p, q = projection.kernel_size
         b, c, height, width = pixels_BCHW.shape
         rows, columns = height // p, width // q
+        if not rows * columns:  # the library says what is wrong with such an image
+            return pixels_BCHW
         whole_BCHW = pixels_BCHW[..., : rows * p, : columns * q]
         by_patch = whole_BCHW.reshape(b, c, rows, p, columns, q).permute(0, 2, 4, 1, 3, 5)
         changed_BNP = change(by_patch.reshape(b, rows * columns, c * p * q))
         changed = changed_BNP.reshape(by_patch.shape).permute(0, 3, 1, 4, 2, 5)
+        changed_BCHW = changed.reshape(whole_BCHW.shape)
+        if whole_BCHW.shape == pixels_BCHW.shape:
+            return changed_BCHW
         # What the last whole patch leaves over, the convolution does not see.
-        return F.pad(changed.reshape(whole_BCHW.shape), (0, width - columns * q, 0, height - rows * p))
+        return F.pad(changed_BCHW, (0, width - columns * q, 0, height - rows * p))
 
     def wp_after(self, embedded: Tensor) -> Tensor:
         """The site of the tokens, whichever way the library lays them out."""
@@ -106,9 +111,11 @@ EMBEDDINGS = (
         models="timm VisionTransformer, timm Swin, timm CaiT",
         forward=TimmPatchEmbed,
         attribute="patch_embed",
-        homes=tuple(f"timm.models.{home}" for home in ("vision_transformer", "deit", "swin_transformer", "cait")),
+        homes=tuple(
+            f"timm.models.{home}" for home in ("vision_transformer", "deit", "swin_transformer", "cait", "_features")
+        ),
     ),
-    Embedding("timm PVTv2", TimmOverlapPatchEmbed, "patch_embed", ("timm.models.pvt_v2",)),
+    Embedding("timm PVTv2", TimmOverlapPatchEmbed, "patch_embed", ("timm.models.pvt_v2", "timm.models._features")),
     Embedding(
         "HuggingFace ViT", HuggingFacePatchEmbeddings, "patch_embeddings", ("transformers.models.vit.modeling_vit",)
     ),
@@ -135,8 +142,9 @@ def embeddings(model: nn.Module) -> list[tuple[str, nn.Module, Embedding]]:
             raise UnknownFamilyError(f"the patch embedding {name!r} is that of {home}, which is not known. {_known()}")
         found.append((readable_name(name), module, embedding))
     if not found:
-        cls = library_class(model)
-        raise UnknownFamilyError(f"{cls.__module__}.{cls.__qualname__} has no known patch embedding. {_known()}")
+        cls, own = library_class(model), getattr(model, "patch_embed", None)
+        seen = f" (it has a {type(own).__name__})" if own is not None else ""
+        raise UnknownFamilyError(f"{cls.__module__}.{cls.__qualname__} has no known patch embedding{seen}. {_known()}")
     return found
 
 

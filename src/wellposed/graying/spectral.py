@@ -16,12 +16,16 @@ from wellposed.spectrum.extremes import largest_eigenvalue
 
 def gray_by_fractions(x_BND: Tensor, power: Rational) -> Tensor:
     """Each matrix of `x_BND`, in float64, with its singular values s multiplied by r(s^2 / s_max^2)."""
-    x_BND = x_BND.double()
+    scale: Tensor | float = 1.0
+    if x_BND.dtype == torch.float64:  # squares of float32 are in range
+        largest = x_BND.detach().abs().amax((-2, -1), keepdim=True)
+        scale = largest.where(largest > 0, 1.0)
+    x_BND = x_BND.double() / scale
     is_wide = x_BND.shape[-2] <= x_BND.shape[-1]
     gram = x_BND @ x_BND.mT if is_wide else x_BND.mT @ x_BND
     top = largest_eigenvalue(gram)[..., None, None]
     factor = _of_matrix(power, gram / top.where(top > 0, 1.0))
-    return factor @ x_BND if is_wide else x_BND @ factor
+    return scale * (factor @ x_BND if is_wide else x_BND @ factor)
 
 
 def _of_matrix(power: Rational, gram: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Graying of matrices, whichever way (arXiv 2505.01996, Section 5)."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
@@ -35,7 +36,10 @@ class Graying:
         """Gray each matrix, in float32 or better, whatever autocast says; the result has the dtype of `x_BND`."""
         if self.eps == 1:
             return x_BND
-        with torch.autocast(x_BND.device.type, enabled=False):
+        if _can_be_read(x_BND) and not x_BND.isfinite().all():
+            raise InvalidArgumentError("what is to be grayed holds NaN or Inf: find out where they come from")
+        kind = x_BND.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             if self.power is not None:
                 return gray_by_fractions(x_BND, self.power).to(x_BND.dtype)
             precise_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
@@ -47,8 +51,9 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
 
     "svd": the singular values s become s (max(s / s_max, tol))^(eps - 1), that is s_max (s / s_max)^eps above the
     floor. Computed by matrix products and inverses: no singular value is off by more than 0.001 s_max, nor by more than
-    1 % of itself, for eps from 0.5 on; by 0.003 s_max and 3 % from 0.3 on, 0.015 s_max and 3 % below. "dct": the same
-    with the coefficients of the orthonormal 2-D cosine transform in place of the singular values, exactly.
+    1 % of itself, for eps from 0.5 on; by 0.003 s_max and 3 % from 0.3 on, 0.02 s_max and 4 % below. "dct": the same
+    with the coefficients of the orthonormal 2-D cosine transform in place of the singular values, up to rounding, which
+    is raised as well.
 
     Matrices of zeros stay zeros. Gradients are finite, also where singular values repeat or are 0.
 
@@ -57,11 +62,12 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
             in float32 or better for "dct".
         kind: "svd" or "dct".
         eps: the power, in (0, 1]; 1 returns `X` itself. The paper's if None: 0.7 for "svd", 0.95 for "dct".
-        tol: the floor, as a share of the largest: from 0.0005 to 0.01 for "svd", 0.001 if None; from 1e-12 to 0.1 for
+        tol: the floor, as a share of the largest: from 0.001 to 0.01 for "svd", 0.001 if None; from 1e-12 to 0.1 for
             "dct", 1e-6 if None.
 
     Raises:
-        InvalidArgumentError: an argument out of its range, or NaN or Inf in `X` (not looked for inside torch.compile).
+        InvalidArgumentError: an argument out of its range, or NaN or Inf in `X` (not looked for inside torch.compile
+            and torch.func).
 
     Example:
         >>> gray(torch.diag(torch.tensor([4.0, 1.0, 0.25])), "svd", 0.5).diagonal().round(decimals=2)
@@ -70,12 +76,18 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
     how = graying(kind, eps, tol)
     if not isinstance(X, Tensor) or X.ndim < 2 or 0 in X.shape or not X.is_floating_point():
         given = f"{X.dtype} of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-        raise InvalidArgumentError(f"X is {given}: expected floating-point matrices (..., n, d), none of them 0")
-    if not torch.compiler.is_compiling() and not X.isfinite().all():
         raise InvalidArgumentError(
-            "X holds NaN or Inf, and such a matrix cannot be grayed: find out where they come from"
+            f"X is {given}: expected floating-point matrices (..., n, d), at least one and none of size 0"
         )
+    if _can_be_read(X, on=("cpu", "cuda")) and not X.isfinite().all():
+        raise InvalidArgumentError("X holds NaN or Inf: such a matrix cannot be grayed; find out where they come from")
     return how(X)
+
+
+def _can_be_read(x: Tensor, on: tuple[str, ...] = ("cpu",)) -> bool:
+    """Whether what is in `x` may decide what happens: not within a compiler or torch.func; a GPU would have to wait."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return x.device.type in on and not is_transformed and not torch.compiler.is_compiling()
 
 
 def graying(kind: str, eps: float | None = None, tol: float | None = None) -> Graying:
@@ -84,7 +96,7 @@ def graying(kind: str, eps: float | None = None, tol: float | None = None) -> Gr
         raise InvalidArgumentError(f"kind={kind!r}: expected 'svd' or 'dct'")
     eps = DEFAULT_EPS[kind] if eps is None else eps
     tol = DEFAULT_TOL[kind] if tol is None else tol
-    if not isinstance(eps, Real) or not 0 < eps <= 1:
+    if isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps <= 1:
         raise InvalidArgumentError(f"eps={eps!r}: expected a number above 0 and at most 1, which changes nothing")
     lowest, highest = _TOLS[kind]
     if not isinstance(tol, Real) or not lowest <= tol <= highest:

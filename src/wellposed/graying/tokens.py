@@ -1,5 +1,6 @@
 """Graying what a model's first block sees, once per image, and undoing it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ def gray_tokens(
     eps: float | None = None,
     tol: float | None = None,
     at: Literal["patches", "tokens"] = "patches",
+    only: Sequence[str] | None = None,
 ) -> Model:
     """Gray the input of `model`, in place, and return it; `ungray_tokens` undoes it.
 
@@ -35,6 +37,7 @@ def gray_tokens(
         tol: the floor under the power, see `gray`.
         at: "patches", the pixels before they are embedded, or "tokens", what the patch embedding returns. Where the
             patches overlap (PVTv2) only "tokens".
+        only: names of patch embeddings, where `model` holds several models and not all of them are meant.
 
     Raises:
         InvalidArgumentError: an argument out of its range.
@@ -50,7 +53,11 @@ def gray_tokens(
     how = graying(kind, eps, tol)
     if at not in PLACES:
         raise InvalidArgumentError(f"at={at!r}: expected 'patches' or 'tokens'")
-    found = embeddings(model)
+    known = embeddings(model)
+    found = [each for each in known if only is None or each[0] in only]
+    if only is not None and len(found) != len(set(only)):
+        names = ", ".join(name for name, _, _ in known)
+        raise InvalidArgumentError(f"only={list(only)}: expected some of the model's patch embeddings {names}")
     for name, module, embedding in found:
         already = _grayings(sites_of(module))
         if already:
@@ -86,8 +93,17 @@ def ungray_tokens(model: Model) -> Model:
 
 def read_grayings(model: nn.Module) -> list[dict[str, Any]]:
     """The arguments with which `gray_tokens` makes a fresh model like `model`, if it is grayed."""
-    found = [entry for module in model.modules() for entry in _grayings(sites_of(module))]
-    return [entry for index, entry in enumerate(found) if entry not in found[:index]]
+    if not any(_grayings(sites_of(module)) for module in model.modules()):
+        return []
+    found = [(name, _grayings(sites_of(module))) for name, module, _ in embeddings(model)]
+    kinds = [entries for index, (_, entries) in enumerate(found) if entries not in [e for _, e in found[:index]]]
+    if len(kinds) == 1:
+        return kinds[0]
+    return [
+        {**entry, "only": [name for name, entries in found if entry in entries]}
+        for entries in kinds
+        for entry in entries
+    ]
 
 
 def _grayings(sites: Sites) -> list[dict[str, Any]]:
