@@ -26,7 +26,7 @@ def extreme_singular_values(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> largest, smallest = extreme_singular_values(torch.diag(torch.tensor([3.0, 2.0, 0.5])))
-        >>> largest / smallest
+        >>> (largest / smallest).round(decimals=6)
         tensor(6., dtype=torch.float64)
     """
     return _extremes(matrices, _ends_by_eigenvalues if matrices.device.type == "cpu" else _ends_by_products)
