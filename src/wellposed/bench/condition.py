@@ -1,16 +1,15 @@
 """How long the conditioned initialization takes, against writing the paper's formulas down directly."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from wellposed.bench.table import Table
+from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class ConditionBench:
         device = device_named(self.device)
         torch.manual_seed(self.seed)
         model = timm.create_model(self.model).to(device)
-        ours = self._seconds(lambda: condition_(model), device)
-        direct = self._seconds(lambda: condition_by_full_svd(model), device)
+        ours = median(seconds(lambda: condition_(model), device, repeats=self.repeats))
+        direct = median(seconds(lambda: condition_by_full_svd(model), device, repeats=self.repeats))
         width, heads, depth = model.embed_dim, model.blocks[0].attn.num_heads, len(model.blocks)
         return Table(
             title=f"Conditioning {self.model}: width {width}, {heads} heads, {depth} blocks",
@@ -52,18 +51,6 @@ class ConditionBench:
             ),
             facts=provenance(device, seed=self.seed),
         )
-
-    def _seconds(self, work: Callable[[], Any], device: "torch.device") -> float:
-        import torch
-
-        times = []
-        for _ in range(self.repeats + 1):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times[1:])
 
 
 def condition_by_full_svd(model: Any, alpha: float = 2.0, beta: float = 0.6, c: float = 3.0) -> None:

@@ -1,17 +1,16 @@
 """What a diagnosis costs, against the forward pass it watches."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wellposed.bench.table import Table
+from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class DiagnoseBench:
             model = timm.create_model(name, img_size=self.image_size).to(device).eval()
             images = torch.randn(self.batch_size, 3, self.image_size, self.image_size, device=device)
             with torch.inference_mode():
-                forward = self._seconds(partial(model, images), device)
-            whole = self._seconds(partial(diagnose, model, images), device)
+                forward = median(seconds(partial(model, images), device, repeats=self.repeats))
+            whole = median(seconds(partial(diagnose, model, images), device, repeats=self.repeats))
             rows.append((name, f"{1e3 * forward:.1f}", f"{1e3 * whole:.1f}", f"{whole / forward:.2f}"))
         return Table(
             title=f"Diagnosis of {self.batch_size} images of {self.image_size} px, float32",
@@ -53,15 +52,3 @@ class DiagnoseBench:
             rows=tuple(rows),
             facts=provenance(device, seed=self.seed),
         )
-
-    def _seconds(self, step: Callable[[], Any], device: "torch.device") -> float:
-        import torch
-
-        times = []
-        for _ in range(self.repeats + 1):
-            start = perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(perf_counter() - start)
-        return median(times[1:])

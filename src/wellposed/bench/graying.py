@@ -1,12 +1,12 @@
 """What Token Graying costs: a training step with and without it, and the transforms alone against an SVD."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.bench.table import Table
+from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class GrayingBench:
             facts=provenance(device, seed=self.seed),
         )
 
+    def _seconds(self, work: Callable[[], Any], device: "torch.device") -> float:
+        return median(seconds(work, device, repeats=self.repeats, warm_up=3))
+
     def _step_seconds(self, kind: Any, device: "torch.device") -> float:
         """A step of a plain loop in bfloat16, one batch used again and again."""
         import timm
@@ -118,18 +121,6 @@ class GrayingBench:
             return F.unfold(images, size, stride=size).mT.contiguous()
         with torch.no_grad():
             return model.patch_embed(images)
-
-    def _seconds(self, work: Callable[[], Any], device: "torch.device") -> float:
-        import torch
-
-        times = []
-        for _ in range(self.repeats + 3):
-            start = time.perf_counter()
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return median(times[3:])
 
 
 def gray_by_svd(x_BND: "Tensor", eps: float = 0.7, tol: float = 1e-3) -> "Tensor":

@@ -1,6 +1,5 @@
 """How many images a second training takes in, against a plain loop of timm and torch on the same model."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from wellposed.bench.table import Table
+from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -134,17 +134,11 @@ class TrainBench:
         return self._rate(lambda: next(loader), device)
 
     def _rate(self, step: Callable[[], Any], device: "torch.device") -> float:
-        import torch
-
-        rates = []
-        for _ in range(self.windows + 3):
-            start = time.perf_counter()
+        def window() -> None:
             for _ in range(10):
                 step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            rates.append(10 * self.batch_size / (time.perf_counter() - start))
-        return median(rates[3:])
+
+        return 10 * self.batch_size / median(seconds(window, device, repeats=self.windows, warm_up=3))
 
 
 def _random_images(size: int, batch_size: int, batches: int) -> "ImageSet":
@@ -182,11 +176,4 @@ def _matmul_flops(device: "torch.device") -> float:
 
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 / min(seconds(lambda: a @ b, device, repeats=9))
