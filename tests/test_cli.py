@@ -85,3 +85,13 @@ def test_the_peer_computes_the_same_initialization() -> None:
     for part in range(2):
         mine, other = (torch.linalg.svdvals(m.blocks[0].attn.qkv.weight.chunk(3)[part][:64]) for m in (ours, theirs))
         torch.testing.assert_close(mine, other, rtol=0.05, atol=0.0)
+
+
+def test_bench_diagnose_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--models", "vit_tiny_patch16_224", "--image-size", "32", "--batch-size", "2", "--repeats", "1"]
+    assert main(["bench", "diagnose", *small, "--device", "cpu"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| vit_tiny"))
+    forward, whole, ratio = (float(cell) for cell in row.split("|")[2:5])
+    assert whole > forward > 0
+    assert ratio == pytest.approx(whole / forward, rel=0.1)
+    assert main(["bench", "diagnose", *small[:-1], "0", "--device", "cpu"]) == 2
