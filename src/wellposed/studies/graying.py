@@ -12,7 +12,7 @@ from wellposed.reporting import Curves, Line, Section
 from wellposed.spectrum import jacobian_spectrum
 
 SWEEP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-_COLOURS = ("#222255", "#4477aa", "#228833", "#ccbb44", "#ee6677", "#aa3377")
+_COLOURS = ("#8888aa", "#4477aa", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 _SINGULAR = 1e-7
 """Smallest singular values, over the largest, are drawn as this where they are less."""
 _WAYS = {"svd": ("SVD", "#4477aa"), "dct": ("DCT", "#ee6677")}

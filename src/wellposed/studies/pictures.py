@@ -41,7 +41,7 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
     if "matrices" in config.described.shows:
         shown.append(weights_and_attention(config, train, images))
     if "graying" in config.described.shows and (plain := Cell("plain", config.optimizers[-1], config.seed)) in finished:
-        shown.append(graying_of_input(load(config.run(plain).folder), images))
+        shown.insert(2, graying_of_input(load(config.run(plain).folder), images))
     if "attention" in config.described.shows:
         shown.append(attention_on_images(config, finished, test, images))
     return shown
