@@ -180,6 +180,7 @@ def test_training_under_autocast(case: Case, at: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "at", "kind"), [("vit", "tokens", "svd"), ("swin", "patches", "dct"), ("hf_vit", "patches", "svd")]
 )
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11, of itself
 def test_compile(name: str, at: str, kind: str) -> None:
     model = CASES[name].make().eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

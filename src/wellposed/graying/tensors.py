@@ -34,16 +34,9 @@ class Graying:
 
     def __call__(self, x_BND: Tensor) -> Tensor:
         """Gray each matrix, in float32 or better, whatever autocast says; the result has the dtype of `x_BND`."""
-        if self.eps == 1:
-            return x_BND
-        if _can_be_read(x_BND) and not x_BND.isfinite().all():
+        if self.eps < 1 and _can_be_read(x_BND) and not x_BND.isfinite().all():
             raise InvalidArgumentError("what is to be grayed holds NaN or Inf: find out where they come from")
-        kind = x_BND.device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
-            if self.power is not None:
-                return gray_by_fractions(x_BND, self.power).to(x_BND.dtype)
-            precise_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
-            return gray_by_cosines(precise_BND, self.eps, self.tol).to(x_BND.dtype)
+        return _grayed(x_BND, self.eps, self.tol, self.power)
 
 
 def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None = None) -> Tensor:
@@ -73,7 +66,7 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
         >>> gray(torch.diag(torch.tensor([4.0, 1.0, 0.25])), "svd", 0.5).diagonal().round(decimals=2)
         tensor([4., 2., 1.])
     """
-    how = graying(kind, eps, tol)
+    eps, tol = _in_range(kind, eps, tol)
     if not isinstance(X, Tensor) or X.ndim < 2 or 0 in X.shape or not X.is_floating_point():
         given = f"{X.dtype} of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
         raise InvalidArgumentError(
@@ -81,17 +74,35 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
         )
     if _can_be_read(X, on=("cpu", "cuda")) and not X.isfinite().all():
         raise InvalidArgumentError("X holds NaN or Inf: such a matrix cannot be grayed; find out where they come from")
-    return how(X)
+    return _grayed(X, eps, tol, floored_power(eps, tol) if kind == "svd" and eps < 1 else None)
+
+
+def _grayed(x_BND: Tensor, eps: float, tol: float, power: Rational | None) -> Tensor:
+    if eps == 1:
+        return x_BND
+    kind = x_BND.device.type
+    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+        if power is not None:
+            return gray_by_fractions(x_BND, power).to(x_BND.dtype)
+        precise_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
+        return gray_by_cosines(precise_BND, eps, tol).to(x_BND.dtype)
 
 
 def _can_be_read(x: Tensor, on: tuple[str, ...] = ("cpu",)) -> bool:
     """Whether what is in `x` may decide what happens: not within a compiler or torch.func; a GPU would have to wait."""
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return x.device.type in on and not is_transformed and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or x.device.type not in on:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def graying(kind: str, eps: float | None = None, tol: float | None = None) -> Graying:
     """The way of graying with these arguments, once it is sure that they are in range."""
+    eps, tol = _in_range(kind, eps, tol)
+    return Graying(kind, eps, tol, floored_power(eps, tol) if kind == "svd" and eps < 1 else None)
+
+
+def _in_range(kind: str, eps: float | None, tol: float | None) -> tuple[float, float]:
+    """`eps` and `tol`, or the usual ones, if they can be."""
     if kind not in ("svd", "dct"):
         raise InvalidArgumentError(f"kind={kind!r}: expected 'svd' or 'dct'")
     eps = DEFAULT_EPS[kind] if eps is None else eps
@@ -101,5 +112,4 @@ def graying(kind: str, eps: float | None = None, tol: float | None = None) -> Gr
     lowest, highest = _TOLS[kind]
     if not isinstance(tol, Real) or not lowest <= tol <= highest:
         raise InvalidArgumentError(f"tol={tol!r}: expected a number from {lowest:g} to {highest:g} for {kind!r}")
-    eps, tol = float(eps), float(tol)
-    return Graying(kind, eps, tol, floored_power(eps, tol) if kind == "svd" and eps < 1 else None)
+    return float(eps), float(tol)

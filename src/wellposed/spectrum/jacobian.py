@@ -122,6 +122,8 @@ def jacobian_spectrum(
         raise InvalidArgumentError(f"tol={tol}: expected a number between 0 and 1")
     steps = steps or (2 * k + 24) * (4 if which == "largest" else 1)
     x = _checked(x, "x", {torch.float32, torch.float64}).detach()
+    with torch.inference_mode(False):
+        x = x.clone() if x.is_inference() else x  # such a tensor takes part in no derivative
 
     def settled(bidiagonal: Tensor) -> bool:
         values, errors, _ = _decomposed(bidiagonal, starts)
@@ -129,7 +131,7 @@ def jacobian_spectrum(
 
     # The fused kernels of attention can be differentiated only once.
     attention, full_precision = sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False)
-    with torch.no_grad(), full_precision, attention, _eval_mode(module):
+    with torch.inference_mode(False), torch.no_grad(), full_precision, attention, _eval_mode(module):
         forward, backward, shape = _products(module, x)
         # Seen from its smaller side, so that no vector lies where the Jacobian is 0 for want of rows.
         near, far = min(shape), max(shape)
