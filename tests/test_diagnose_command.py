@@ -139,6 +139,16 @@ def test_initializations_can_be_compared(capsys: pytest.CaptureFixture[str]) -> 
     assert "Prop. 2" in printed
 
 
+def test_a_model_that_wellposed_registers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            ["diagnose", "convmixer_tiny", "--model-args", "dim", "8", "depth", "2", "--count", "2", "--device", "cpu"]
+        )
+        == 0
+    )
+    assert "ConvMixer: 2 blocks" in capsys.readouterr().out
+
+
 def test_refusals(tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidArgumentError, match="such as vit_tiny_patch16_224"):
         open_model("vit_tinny_patch16_224")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import wellposed.models  # noqa: F401  # registers its names with timm
 from wellposed.data import make_shapes, open_data, sampled_images, usual_statistics
 from wellposed.diagnosis.diagnose import Inputs
 from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
