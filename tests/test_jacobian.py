@@ -267,6 +267,7 @@ def test_surroundings_do_not_matter(dense: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch, of the first backward pass in a process
 @pytest.mark.parametrize("part", ["attention", "block"])
 def test_on_a_gpu(part: str) -> None:
     """A block as wide as ViT-B's, at 17 tokens."""
@@ -285,6 +286,7 @@ def test_on_a_gpu(part: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch, of the first backward pass in a process
 def test_steps_do_not_wait_for_a_gpu() -> None:
     modules, x = parts()
     module, x = modules["block"].cuda(), x.cuda()
