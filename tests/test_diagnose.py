@@ -57,6 +57,7 @@ def test_tokens_at_every_stage(specimen: Specimen) -> None:
         if "mlp" in block.tokens and specimen.family != "HuggingFace BERT":  # whose norms come after
             assert block.tokens["after attention"] == block.tokens["attention"]
             assert block.tokens["output"] == block.tokens["mlp"]
+        assert not any("Prop. 4.2" in p.source for p in block.predictions)  # which is about the skip
     assert cut.blocks[0].tokens["attention"] == report.blocks[0].tokens["attention"]
     assert cut.blocks[0].tokens["output"] != report.blocks[0].tokens["output"]
 

@@ -53,17 +53,19 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
         spectra = block_jacobians(model, found, lambda: _run(model, _first_of(inputs))) if jacobians else None
     reports = []
     for i, block in enumerate(found):
-        jacobian = spectra[i] if spectra else None
+        jacobian, cut = spectra[i] if spectra else None, _cut(block)
         reports.append(
             BlockReport(
                 name=block.name,
-                cut=tuple(sorted(_cut(block))),
+                cut=tuple(sorted(cut)),
                 tokens=tokens[i],
                 attention=attention[i],
                 weights=weights[i],
                 jacobians=jacobian.whole if jacobian else {},
                 predictions=predictions(
-                    *(block, tokens[i], extremes[i], attention[i], weights[i], jacobian), seen[i]["output"].shape[1]
+                    *(block, tokens[i], extremes[i], attention[i], weights[i], jacobian),
+                    cut=cut,
+                    n=seen[i]["output"].shape[1],
                 ),
             )
         )

@@ -5,6 +5,7 @@ for square weights and at least as many tokens as channels.
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -25,14 +26,15 @@ def predictions(
     attention: Attention | None,
     weights: Weights | None,
     jacobians: BlockJacobians | None,
+    cut: Collection[str],
     n: int,
 ) -> tuple[Prediction, ...]:
-    """All that apply to `block`, seen with `n` tokens whose `extremes` are their singular values."""
+    """All that apply to `block`, which lost the skips `cut`, seen with `n` tokens of `extremes` singular values."""
     found = []
     if attention is not None:
         found += _of_softmax(attention)
     if weights is not None:
-        found += _of_linear_attention(tokens, *extremes["attention input"], weights)
+        found += _of_linear_attention(tokens, *extremes["attention input"], weights, has_skip="attention" not in cut)
     found += _of_convolution(block, tokens, n)
     if jacobians is not None and jacobians.through_values is not None:
         found += _of_jacobian(jacobians, attention)
@@ -56,7 +58,7 @@ def _of_softmax(attention: Attention) -> list[Prediction]:
 
 
 def _of_linear_attention(
-    tokens: dict[str, Tokens], largest: Tensor, smallest: Tensor, weights: Weights
+    tokens: dict[str, Tokens], largest: Tensor, smallest: Tensor, weights: Weights, has_skip: bool
 ) -> list[Prediction]:
     """Propositions 4.1 and 4.2: without its skip attention cubes the condition number of its input, with it not."""
     constant = math.prod(weights.factors)
@@ -70,7 +72,7 @@ def _of_linear_attention(
             tokens["attention"].condition.median,
         )
     ]
-    if "after attention" in tokens:
+    if has_skip and "after attention" in tokens:
         ratios = torch.where(smallest > 0, (constant * largest**3 + largest) / (smallest**3 + smallest), torch.inf)
         measured = tokens["after attention"].condition.median
         quantity = "condition number after attention's skip"

@@ -217,7 +217,8 @@ def _cells(block: BlockReport, spreads: bool) -> dict[str, str]:
     """What the table says about a block, by column."""
 
     def told(spread: Spread) -> str:
-        around = f" ({short(spread.low)} to {short(spread.high)})" if spreads else ""
+        differs = spreads and spread.low < spread.high
+        around = f" ({short(spread.low)} to {short(spread.high)})" if differs else ""
         return short(spread.median) + around
 
     cells = {"block": block.name}
