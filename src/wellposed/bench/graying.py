@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from wellposed.bench.plain import plain_step
 from wellposed.bench.table import Table
 from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
@@ -74,29 +75,16 @@ class GrayingBench:
         return median(seconds(work, device, repeats=self.repeats, warm_up=3))
 
     def _step_seconds(self, kind: Any, device: "torch.device") -> float:
-        """A step of a plain loop in bfloat16, one batch used again and again."""
         import timm
         import torch
 
         from wellposed.graying import gray_tokens
 
-        torch.compiler.reset()
-        model = timm.create_model(self.model).to(device).train()
+        model = timm.create_model(self.model)
         if kind is not None:
             gray_tokens(model, kind, at=self.at)
-        forward = torch.compile(model) if self.compile else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-        images = self._images(model, device)
         labels = torch.randint(0, model.num_classes, (self.batch_size,), device=device)
-
-        def step() -> None:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-                loss = torch.nn.functional.cross_entropy(forward(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        return self._seconds(step, device)
+        return self._seconds(plain_step(model, self._images(model, device), labels, compiled=self.compile), device)
 
     def _images(self, model: Any, device: "torch.device") -> "Tensor":
         """Noise, smoothed on every scale as natural images are, of mean 0 and variance 1."""

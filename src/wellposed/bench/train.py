@@ -7,6 +7,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from wellposed.bench.plain import plain_step
 from wellposed.bench.table import Table
 from wellposed.bench.timing import seconds
 from wellposed.errors import InvalidArgumentError
@@ -86,24 +87,11 @@ class TrainBench:
     def _plain_rate(
         self, model: "nn.Module", data: "ImageSet", device: "torch.device", mode: str | None = None
     ) -> float:
-        """The loop one writes first: one batch that is used again and again, no clipping, no schedule, no metrics."""
         import torch
 
-        torch.compiler.reset()
-        model = model.to(device).train()
-        forward = torch.compile(model, mode=mode) if self.compile else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.3, fused=device.type == "cuda")
         images = torch.randn(self.batch_size, *data.image_shape, device=device)
         labels = torch.randint(0, len(data.classes), (self.batch_size,), device=device)
-
-        def step() -> None:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-                loss = torch.nn.functional.cross_entropy(forward(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        return self._rate(step, device)
+        return self._rate(plain_step(model, images, labels, compiled=self.compile, mode=mode), device)
 
     def _our_rate(self, config: "TrainConfig", data: "ImageSet") -> float:
         """What the run itself writes into its metrics."""

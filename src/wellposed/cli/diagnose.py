@@ -31,7 +31,7 @@ class DiagnoseArgs:
     """Further arguments of timm.create_model, such as img_size 32 patch_size 4."""
     skips: bool = True
     """Keep the skip connections as they are, or cut them all first."""
-    init: Literal["as it is", "conditioned"] = "as it is"
+    init: Literal["unchanged", "conditioned"] = "unchanged"
     """Overwrite the weights with the conditioned initialization first, or do not."""
     jacobians: bool = False
     """Also the extremes of the Jacobians of attention and MLP, for the first input; takes far longer."""

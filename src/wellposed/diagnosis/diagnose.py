@@ -1,7 +1,6 @@
 """`diagnose`: one forward pass of a model, watched, and the linear algebra that says how well it is conditioned."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from wellposed.diagnosis.report import BlockReport, Diagnosis, Tokens
 from wellposed.diagnosis.watching import attention_seen, tokens_seen
 from wellposed.errors import InvalidArgumentError, WellposedError
 from wellposed.families import Block, blocks, library_class, sites_of, unwrapped
+from wellposed.spectrum import in_eval_mode
 
 Inputs = Tensor | Mapping[str, Tensor]
 
@@ -45,7 +45,7 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
         notes.append("The model is in training mode; it was measured in eval mode, without dropout.")
     if dtype in {torch.bfloat16, torch.float16}:
         notes.append(f"The model computes in {dtype}: what it rounds off passes for small singular values.")
-    with _in_eval_mode(model):
+    with in_eval_mode(model):
         with tokens_seen(model) as seen, attention_seen(model, attention_numbers) as looks:
             _run(model, inputs)
         tokens, extremes = measured_tokens(found, seen)
@@ -117,17 +117,6 @@ def _checked(inputs: Inputs, model: nn.Module) -> Inputs:
         for name, value in named.items()
     }
     return named["inputs"] if isinstance(inputs, Tensor) else named
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _cut(block: Block) -> set[str]:

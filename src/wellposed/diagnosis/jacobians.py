@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.diagnosis.watching import attention_seen, calls_seen
-from wellposed.errors import UnsuitableModelError
 from wellposed.families import Block
 from wellposed.runs import tracked
 from wellposed.spectrum import JacobianSpectrum, jacobian_spectrum
@@ -40,15 +39,11 @@ def block_jacobians(model: nn.Module, found: list[Block], run: Callable[[], None
     spectra = []
     for i, block in enumerate(tracked(found, "Jacobians")):
         whole = {part: _spectrum(*calls[part][i]) for part in parts}
-        try:
+        values = weights = None
+        if matrices[i] is not None:
+            function, x = calls["attention"][i]
             frozen = _with_frozen_weights(block, matrices[i])
-        except UnsuitableModelError:
-            frozen = None
-        if frozen is None or matrices[i] is None:
-            spectra.append(BlockJacobians(whole, None, None))
-            continue
-        function, x = calls["attention"][i]
-        values, weights = _spectrum(frozen, x), _spectrum(_difference(function, frozen), x)
+            values, weights = _spectrum(frozen, x), _spectrum(_difference(function, frozen), x)
         spectra.append(BlockJacobians(whole, values, weights))
     return spectra
 

@@ -195,7 +195,7 @@ class Diagnosis:
         ]
         attention = [block.attention for block in self.blocks if block.attention is not None]
         if len(attention) == len(self.blocks):
-            values = {"to itself": [a.diagonal for a in attention], "entropy / log N": [a.entropy for a in attention]}
+            values = {"to itself": [a.diagonal for a in attention], "entropy / largest": [a.entropy for a in attention]}
             values["norm / bound"] = [a.frobenius / a.frobenius_bound for a in attention]
             drawn = [
                 Line(name, x, series, colour)

@@ -122,9 +122,8 @@ def _transformers_model(path: Path) -> nn.Module:
     try:
         if path.suffix == ".gguf":
             return AutoModel.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        model, told = AutoModel.from_pretrained(
-            *(path,), use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+        model, told = AutoModel.from_pretrained(path, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelFileError(f"{path} cannot be read as a model: {' '.join(str(error).split())[:300]}") from error
     inside = [key for key in told["missing_keys"] if any(key.startswith(f"{block.name}.") for block in blocks(model))]
@@ -190,7 +189,10 @@ def _statistics(model: Any, channels: int) -> tuple[Tensor, Tensor]:
     settings = getattr(model, "pretrained_cfg", None) or {}
     folder = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     if (folder / _PREPROCESSOR).is_file():
-        read = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
+        try:
+            read = json.loads((folder / _PREPROCESSOR).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelFileError(f"{folder / _PREPROCESSOR} is not JSON: {error}") from error
         settings = {"mean": read.get("image_mean"), "std": read.get("image_std")}
     if all(len(settings.get(name) or ()) == channels for name in ("mean", "std")):
         return torch.tensor(settings["mean"]).view(-1, 1, 1), torch.tensor(settings["std"]).view(-1, 1, 1)

@@ -15,5 +15,6 @@ from wellposed.spectrum.measures import product_singular_values as product_singu
 from wellposed.spectrum.measures import singular_values as singular_values
 from wellposed.spectrum.measures import spectral_norm as spectral_norm
 from wellposed.spectrum.measures import stable_rank as stable_rank
+from wellposed.spectrum.modes import in_eval_mode as in_eval_mode
 from wellposed.spectrum.ntk import NTK as NTK
 from wellposed.spectrum.ntk import ntk as ntk

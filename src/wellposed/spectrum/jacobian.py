@@ -6,16 +6,16 @@ J and approaches it, the i-th smallest lies above that of J; and as V starts fro
 B are the nodes of stochastic Lanczos quadrature for the density of those of J.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.spectrum.modes import in_eval_mode
 
 Which = Literal["both", "largest", "smallest"]
 _Rows = Callable[[Tensor], Tensor]
@@ -131,7 +131,7 @@ def jacobian_spectrum(
 
     # The fused kernels of attention can be differentiated only once.
     attention, full_precision = sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False)
-    with torch.inference_mode(False), torch.no_grad(), full_precision, attention, _eval_mode(module):
+    with torch.inference_mode(False), torch.no_grad(), full_precision, attention, in_eval_mode(module):
         forward, backward, shape = _products(module, x)
         # Seen from its smaller side, so that no vector lies where the Jacobian is 0 for want of rows.
         near, far = min(shape), max(shape)
@@ -266,18 +266,6 @@ def _decomposed(bidiagonal: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     left, values, right = torch.linalg.svd(whole[:, :-size])
     errors = (whole[:, -size:].T @ left).norm(dim=0)
     return values, errors, right[:, :size].square().T
-
-
-@contextmanager
-def _eval_mode(module: Any) -> Iterator[None]:
-    training = [part for part in module.modules() if part.training] if isinstance(module, nn.Module) else []
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _checked(tensor: Tensor, name: str, dtypes: set[torch.dtype]) -> Tensor:

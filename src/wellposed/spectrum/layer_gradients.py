@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.spectrum.layer_products import Layer, Size
+from wellposed.spectrum.modes import in_eval_mode
 
 Values = dict[str, Tensor]
 HF_LINEAR = "transformers.pytorch_utils.Conv1D"
@@ -32,18 +33,15 @@ def evaluated(model: nn.Module) -> Iterator[Values]:
 
     Gives its parameters and copies of its buffers, in float32 where they have 16 bits.
     """
-    modes = [(module, module.training) for module in model.modules()]
     half = {torch.float16, torch.bfloat16}
-    model.eval()
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-            # The fused kernels have no forward-mode derivative, and torch warns of itself when it first takes one.
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-            tensors = {name: buffer.clone() for name, buffer in model.named_buffers()} | dict(model.named_parameters())
-            yield {name: (value.float() if value.dtype in half else value).detach() for name, value in tensors.items()}
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    derivable = torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH)
+    with ExitStack() as contexts:
+        for context in (in_eval_mode(model), *derivable, warnings.catch_warnings()):
+            contexts.enter_context(context)
+        # The fused kernels have no forward-mode derivative, and torch warns of itself when it first takes one.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+        tensors = {name: buffer.clone() for name, buffer in model.named_buffers()} | dict(model.named_parameters())
+        yield {name: (value.float() if value.dtype in half else value).detach() for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)
