@@ -36,7 +36,7 @@ def random(*shape: int, decades: float = 0.0, seed: int = 0) -> Tensor:
 def test_by_products_against_lapack(rows: int, columns: int, decades: float, scale: float, seed: int) -> None:
     matrices = scale * random(3, rows, columns, decades=decades, seed=seed)
     values = torch.linalg.svdvals(matrices)
-    largest, smallest = extremes._extremes(matrices, extremes._ends_by_products)
+    largest, smallest = extremes._extremes(extremes.gram_matrices(matrices), extremes._ends_by_products)
     torch.testing.assert_close(largest, values[..., 0], rtol=5e-3, atol=0)
     torch.testing.assert_close(smallest, values[..., -1], rtol=5e-3, atol=0)
     assert (largest <= values[..., 0] * (1 + 1e-9)).all()

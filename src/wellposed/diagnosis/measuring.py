@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.diagnosis.probe import mean_cosine
+from wellposed.diagnosis.probe import mean_cosines
 from wellposed.diagnosis.report import STAGES, Attention, Spread, Tokens, Weights
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.families import Block
 from wellposed.spectrum import extreme_singular_values, extreme_singular_values_of_product
+from wellposed.spectrum.extremes import extremes_of_gram, gram_matrices
 
 Ends = tuple[Tensor, Tensor]
 """The largest and the smallest singular values."""
@@ -32,7 +33,7 @@ def measured_tokens(
     own = [(i, stage) for i, stage in places if stage != "input" or not _goes_on(seen, i)]
     tokens = [seen[i][stage] for i, stage in own]
     try:
-        ends = _together(extreme_singular_values, [(x,) for x in tokens])
+        numbers = _together(_token_numbers, [(x,) for x in tokens])
     except InvalidArgumentError as error:
         for (i, stage), x in zip(own, tokens, strict=True):
             if not x.isfinite().all():
@@ -41,18 +42,33 @@ def measured_tokens(
                     "broken"
                 ) from error
         raise
-    largest = torch.stack([end for end, _ in ends])
-    norms = torch.stack([torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64) for x in tokens])
-    conditions = spreads(torch.stack([ratio(*pair) for pair in ends]))
-    ranks = spreads((norms / largest.where(largest > 0, 1.0)).square())
-    cosines = torch.stack([mean_cosine(x) for x in tokens]).tolist()
+    largest, smallest, squares, pairs = (torch.stack(each) for each in zip(*numbers, strict=True))
+    conditions = spreads(ratio(largest, smallest))
+    ranks = spreads(squares / largest.where(largest > 0, 1.0).square())
+    cosines = pairs.mean(1).tolist()
     measured: list[dict[str, Tokens]] = [{} for _ in seen]
     extremes: list[dict[str, Ends]] = [{} for _ in seen]
-    for (i, stage), pair, *numbers in zip(own, ends, conditions, ranks, cosines, strict=True):
-        measured[i][stage], extremes[i][stage] = Tokens(*numbers), pair
+    for (i, stage), (top, bottom, *_), *said in zip(own, numbers, conditions, ranks, cosines, strict=True):
+        measured[i][stage], extremes[i][stage] = Tokens(*said), (top, bottom)
     for i, stage in sorted({*places} - {*own}):
         measured[i][stage], extremes[i][stage] = measured[i - 1]["output"], extremes[i - 1]["output"]
     return measured, extremes
+
+
+def _token_numbers(x_SBND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each matrix of tokens its largest and smallest singular value, the sum of its squares, and its mean cosine."""
+    gram = gram_matrices(x_SBND)
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    n, d = x_SBND.shape[-2:]
+    if n > d:  # the Gram matrix is not one of products of tokens
+        cosines = mean_cosines(x_SBND)
+    elif n == 1:
+        cosines = torch.ones_like(squares[..., 0])
+    else:
+        inverse_norms = squares.rsqrt().where(squares > 0, 0.0)[..., None]
+        total = (inverse_norms.mT @ gram @ inverse_norms)[..., 0, 0]
+        cosines = (total - n) / (n * (n - 1))
+    return *extremes_of_gram(gram), squares.sum(-1), cosines
 
 
 def _goes_on(seen: Sequence[dict[str, Tensor]], i: int) -> bool:
@@ -161,7 +177,9 @@ def _factors(block: Block) -> _Factors:
     return _Factors(((q, k), (v, o), (whole(q), key.T), (value.T, whole(o))), (query, key, value))
 
 
-def _together(measure: Callable[..., Ends], groups: Sequence[tuple[Tensor, ...]]) -> list[Ends]:
+def _together(
+    measure: Callable[..., tuple[Tensor, ...]], groups: Sequence[tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
     """`measure` of each of `groups`, those of like shape stacked: a GPU takes many at once as fast as a few."""
     results: list[Any] = [None] * len(groups)
     waiting = list(range(len(groups)))
@@ -170,9 +188,8 @@ def _together(measure: Callable[..., Ends], groups: Sequence[tuple[Tensor, ...]]
         room = max(1, _TOGETHER // sum(tensor.numel() for tensor in first))
         chosen = [i for i in waiting if _alike(groups[i], first)][:room]
         stacked = (torch.stack([groups[i][part] for i in chosen]) for part in range(len(first)))
-        largest, smallest = measure(*stacked)
-        for position, i in enumerate(chosen):
-            results[i] = (largest[position], smallest[position])
+        for i, *each in zip(chosen, *measure(*stacked), strict=True):
+            results[i] = tuple(each)
         waiting = [i for i in waiting if i not in chosen]
     return results
 

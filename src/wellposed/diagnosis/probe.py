@@ -73,11 +73,14 @@ def _mean_diagonal(matrices_BHNN: Tensor) -> float:
 
 
 def mean_cosine(tokens_BND: Tensor) -> Tensor:
-    """The mean cosine between two different tokens of an input; 1 where there is only one."""
+    """The mean of `mean_cosines`."""
+    return mean_cosines(tokens_BND).mean()
+
+
+def mean_cosines(tokens_BND: Tensor) -> Tensor:
+    """The mean cosine between two different tokens of each input, (B,); 1 where there is only one."""
     unit = F.normalize(tokens_BND if tokens_BND.dtype == torch.float64 else tokens_BND.float(), dim=-1)
-    if unit.shape[1] == 1:
-        return unit.new_ones(())
-    n = unit.shape[1]
+    n = unit.shape[-2]
     # The sum over all pairs is the squared norm of the sum of tokens; N of them are pairs of a token with itself.
-    total = unit.sum(1, dtype=torch.float64)
-    return ((total.square().sum(-1) - n) / (n * (n - 1))).mean()
+    total = unit.sum(-2, dtype=torch.float64).square().sum(-1)
+    return (total - n) / (n * (n - 1)) if n > 1 else torch.ones_like(total)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.spectrum.cholesky import inverse_cholesky
 
 Bases = list[Tensor | None]
 
@@ -95,9 +96,7 @@ def _orthonormalize_(a: Tensor, block: int) -> None:
     """Gram and Schmidt by halves of each matrix's columns, down to `block` of them: Q = A L^-T where A^T A = L L^T."""
     n = a.shape[-1]
     if n <= block:
-        lower = torch.linalg.cholesky_ex(a.mT @ a).L
-        eye = torch.eye(n, dtype=a.dtype, device=a.device).expand_as(lower)
-        a.copy_(a @ torch.linalg.solve_triangular(lower, eye, upper=False).mT)
+        a.copy_(a @ inverse_cholesky(a.mT @ a)[0].mT)
         return
     left, right = a[..., : n // 2], a[..., n // 2 :]
     _orthonormalize_(left, block)

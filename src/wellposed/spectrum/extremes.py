@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.spectrum.cholesky import inverse_cholesky
 from wellposed.spectrum.measures import as_matrices
 
 _SQUARINGS = 10
@@ -29,7 +30,18 @@ def extreme_singular_values(matrices: Tensor) -> tuple[Tensor, Tensor]:
         >>> (largest / smallest).round(decimals=6)
         tensor(6., dtype=torch.float64)
     """
-    return _extremes(matrices, _ends_by_eigenvalues if matrices.device.type == "cpu" else _ends_by_products)
+    return extremes_of_gram(gram_matrices(matrices))
+
+
+def gram_matrices(matrices: Tensor) -> Tensor:
+    """X X^T or X^T X of each matrix X, whichever is smaller, in float64; its trace is the sum of all squares."""
+    matrices = as_matrices(matrices, torch.float64, check_values=False)
+    return matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
+
+
+def extremes_of_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """`extreme_singular_values` of the matrices with these `gram_matrices`."""
+    return _extremes(gram, _ends_by_eigenvalues if gram.device.type == "cpu" else _ends_by_products)
 
 
 def extreme_singular_values_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,10 +81,8 @@ def resolution(size: int) -> float:
     return (8 * size * torch.finfo(torch.float64).eps) ** 0.5
 
 
-def _extremes(matrices: Tensor, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _extremes(gram: Tensor, ends: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """From the largest and smallest eigenvalues that `ends` finds of Gram matrices of trace 1."""
-    matrices = as_matrices(matrices, torch.float64, check_values=False)
-    gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     if not trace.isfinite().all():  # cheaper than to look at every entry
         raise InvalidArgumentError("a matrix holds NaN or Inf: it has no singular values")
@@ -91,11 +101,10 @@ def _ends_by_products(gram: Tensor) -> tuple[Tensor, Tensor]:
     size = gram.shape[-1]
     eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
     shift = size * torch.finfo(gram.dtype).eps
-    factor, failed = torch.linalg.cholesky_ex(gram + shift * eye)
-    factor = torch.where((failed == 0)[..., None, None], factor, eye)
-    inverse_factor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-    bottom = 1 / _top_by_products(inverse_factor.mT @ inverse_factor) - shift
-    return _top_by_products(gram), torch.where(failed == 0, bottom, 0.0)
+    inverse, failed = inverse_cholesky(gram + shift * eye)
+    inverse = torch.where(failed[..., None, None], eye, inverse)
+    bottom = 1 / _top_by_products(inverse.mT @ inverse) - shift
+    return _top_by_products(gram), torch.where(failed, 0.0, bottom)
 
 
 def _top_by_products(gram: Tensor, squarings: int = _SQUARINGS, steps: int = 0) -> Tensor:
