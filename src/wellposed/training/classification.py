@@ -39,6 +39,7 @@ class Classification:
             ),
             mix=Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None,
             workers=config.workers,
+            compile=config.compile,
         )
         self._test = open_loader(
             *(test, config.batch_size),
