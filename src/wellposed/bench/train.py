@@ -40,6 +40,7 @@ class TrainBench:
 
         from wellposed.runs import device_named, provenance
         from wellposed.training import TrainConfig
+        from wellposed.training.guards import repeatable
         from wellposed.training.models import fitted_to_data
 
         device = device_named(self.device)
@@ -64,6 +65,8 @@ class TrainBench:
         if self.compile and device.type == "cuda":
             graphs = self._plain_rate(_plain_model(config, data), data, device, mode="reduce-overhead")
             rates["plain, mode reduce-overhead"] = graphs
+        with repeatable(device):
+            rates["plain, repeatable kernels"] = self._plain_rate(_plain_model(config, data), data, device)
         rates |= {
             "wellposed train": self._our_rate(config, data),
             "wellposed train, no skips": self._our_rate(replace(config, skips=False), data),
