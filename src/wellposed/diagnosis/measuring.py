@@ -85,14 +85,15 @@ def attention_numbers(matrices_BHNN: Tensor) -> tuple[dict[str, Tensor], Tensor]
     n = a.shape[-1]
     hidden = torch.ones(n, n, dtype=torch.bool, device=a.device).triu(1)
     is_causal = ~(a[0] * hidden).any() if n > 1 else hidden.any()
-    diagonal = a.diagonal(dim1=-2, dim2=-1)
+    diagonal = a.diagonal(dim1=-2, dim2=-1).clone()
     visible_N = torch.where(is_causal, torch.arange(1, n + 1, device=a.device), n)
     # A row with one token to look at has no entropy to speak of.
     entropy = (torch.special.entr(a).sum(-1) / visible_N.log().clamp(min=1e-9))[..., -max(1, n - 1) :].mean()
-    logits = a.clamp(min=torch.finfo(a.dtype).tiny).log_()  # up to a constant per row
-    spread = logits.amax(-1) - logits.masked_fill(hidden & is_causal, torch.inf).amin(-1)
-    own = logits.diagonal(dim1=-2, dim2=-1).clone()
-    margin = own - logits.masked_fill_(torch.eye(n, dtype=torch.bool, device=a.device), -torch.inf).amax(-1)
+    others = a.masked_fill(torch.eye(n, dtype=torch.bool, device=a.device), 0.0).amax(-1)
+    lowest = a.masked_fill(hidden & is_causal, torch.inf).amin(-1)
+    # A row's logits are the logarithms of its weights, up to a constant.
+    own, others, lowest = (x.clamp(min=torch.finfo(a.dtype).tiny).log() for x in (diagonal, others, lowest))
+    spread, margin = torch.maximum(own, others) - lowest, own - others
     numbers = {
         "diagonal": diagonal.mean(),
         "entropy": entropy,

@@ -17,6 +17,8 @@ from wellposed.spectrum.cholesky import inverse_cholesky
 from wellposed.spectrum.measures import as_matrices
 
 _SQUARINGS = 10
+# Squarings in a row that keep a matrix with the largest entry 1 and up to 15,000 columns within bfloat16's range.
+_UNSCALED = 3
 
 
 def extreme_singular_values(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +104,6 @@ def _ends_by_products(gram: Tensor) -> tuple[Tensor, Tensor]:
     eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
     shift = size * torch.finfo(gram.dtype).eps
     inverse, failed = inverse_cholesky(gram + shift * eye)
-    inverse = torch.where(failed[..., None, None], eye, inverse)
     bottom = 1 / _top_by_products(inverse.mT @ inverse) - shift
     return _top_by_products(gram), torch.where(failed, 0.0, bottom)
 
@@ -110,8 +111,8 @@ def _ends_by_products(gram: Tensor) -> tuple[Tensor, Tensor]:
 def _top_by_products(gram: Tensor, squarings: int = _SQUARINGS, steps: int = 0) -> Tensor:
     """The largest eigenvalue: the Rayleigh quotient of a column of the 2^squarings-th power, after `steps` products.
 
-    The power may be rough, hence in half precision: errors of a vector enter its Rayleigh quotient squared. Held fixed,
-    the vector gives the eigenvalue's derivative too, up to an error that `steps` makes smaller.
+    The power may be rough, hence in bfloat16: errors of a vector enter its Rayleigh quotient squared. Held fixed, the
+    vector gives the eigenvalue's derivative too, up to an error that `steps` makes smaller.
     """
     vector = _top_vector(gram.detach(), squarings)
     for _ in range(steps):
@@ -120,11 +121,13 @@ def _top_by_products(gram: Tensor, squarings: int = _SQUARINGS, steps: int = 0) 
 
 
 def _top_vector(gram: Tensor, squarings: int) -> Tensor:
-    unaligned = -gram.shape[-1] % 8
-    power = _per_largest_entry(F.pad(gram, (0, unaligned, 0, unaligned))).half()
-    for _ in range(squarings):
-        power = _per_largest_entry(power @ power)
     size = gram.shape[-1]
+    unaligned = -size % 8
+    power = F.pad(_per_largest_entry(gram).bfloat16(), (0, unaligned, 0, unaligned))
+    for i in range(squarings):
+        if i % _UNSCALED == 0:
+            power = _per_largest_entry(power)
+        power = power @ power
     column = power.diagonal(dim1=-2, dim2=-1)[..., :size].argmax(-1)[..., None, None].expand(*gram.shape[:-1], 1)
     return _unit(power[..., :size, :size].gather(-1, column).to(gram.dtype))
 
