@@ -251,6 +251,20 @@ def test_the_average_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not torch.allclose(average, seen[-1])
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_the_weights_of_some_epochs_stay(ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"epochs": 3, "keep_every": 2, "ema": ema}
+    wp.train(small_config(tmp_path / "whole", **settings), quiet=True)
+    with at_step(monkeypatch, 50, crash), pytest.raises(CrashError):
+        wp.train(small_config(tmp_path / "broken", **settings), quiet=True)
+    wp.train(wp.TrainConfig(out=tmp_path / "broken", resume=True), quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    for run in (tmp_path / "whole", tmp_path / "broken"):
+        kept = sorted((run / "kept").iterdir())
+        assert [step_of(path) for path in kept] == [0, 44, 66]
+        assert all(torch.equal(value, weights(run)[name]) for name, value in weights(kept[-1]).items())
+
+
 def test_seeds(tmp_path: Path) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()

@@ -16,9 +16,9 @@ _MANIFEST = "manifest.json"
 
 
 class Checkpoints:
-    """The checkpoints under `folder`, of which the newest `keep` stay."""
+    """The checkpoints under `folder`, of which the newest `keep` stay; all of them if it is None."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int | None = 2) -> None:
         self.folder, self.keep = folder, keep
 
     def all(self) -> list[Path]:
@@ -41,7 +41,7 @@ class Checkpoints:
             temporary.replace(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        for old in self.all()[self.keep :]:
+        for old in [] if self.keep is None else self.all()[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
     def newest(self) -> tuple[Path, list[str]]:

@@ -128,6 +128,9 @@ class Classification:
     def save_weights(self, folder: Path) -> None:
         write(self.model, folder, self.header)
 
+    def save_tested(self, folder: Path) -> None:
+        write(self.tested_model(), folder, self.header)
+
     def load_weights(self, folder: Path) -> None:
         load(folder, self.model)
 

@@ -18,7 +18,7 @@ from wellposed.errors import InvalidArgumentError, RunError
 PRESETS = Path(__file__).parent / "presets"
 RUN_CONFIG = "config.json"
 # Fields in which a run may differ from the one it goes on with: where, how fast and how safely, not what it trains.
-FREE = {"data", "out", "resume", "device", "compile", "workers", "checkpoint_minutes"}
+FREE = {"data", "out", "resume", "device", "compile", "workers", "checkpoint_minutes", "keep_every"}
 
 
 def _paired(words: list[str]) -> dict[str, bool | int | float | str]:
@@ -153,6 +153,8 @@ class TrainConfig:
     """Steps between two lines of metrics."""
     checkpoint_minutes: float = 10.0
     """A checkpoint is written at the end of each epoch, and when this much time has passed since the last."""
+    keep_every: int = 0
+    """Epochs between two copies of the tested weights that stay, in kept/, to be evaluated later; 0 keeps none."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -167,6 +169,7 @@ class TrainConfig:
             _require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("lr", "weight_decay", "warmup_epochs", "clip", "workers", "checkpoint_minutes", "seed"):
             _require(self, name, 0 <= (getattr(self, name) or 0) < math.inf, "a finite number, at least 0")
+        _require(self, "keep_every", self.keep_every >= 0, "at least 0")
         _require(self, "lr", (self.lr or 0) <= 1e30, "at most 1e30")
         _require(self, "betas", all(0 <= beta < 1 for beta in self.betas or ()), "two numbers in [0, 1)")
         for name in ("label_smoothing", "ema"):

@@ -43,6 +43,10 @@ class Task(Protocol):
         """Write the weights that are trained into `folder`."""
         ...
 
+    def save_tested(self, folder: Path) -> None:
+        """Write the weights that are tested into `folder`: those above, or their average."""
+        ...
+
     def load_weights(self, folder: Path) -> None:
         """Read what `save_weights` wrote."""
         ...
@@ -69,12 +73,14 @@ class Loop:
         epochs: int,
         log_every: int,
         checkpoint_minutes: float,
+        keep_every: int = 0,
         identity: dict[str, Any],
         observe: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.task, self.out, self.accelerator, self.display = task, out, accelerator, display
         self.epochs, self.log_every, self.checkpoint_seconds = epochs, log_every, 60 * checkpoint_minutes
         self.checkpoints, self._observe = Checkpoints(out / "checkpoints"), observe
+        self.kept, self.keep_every = Checkpoints(out / "kept", keep=None), keep_every
         self.step, self.seconds, self.results = 0, 0.0, dict[str, float]()
         self._pending: list[dict[str, Tensor]] = []
         self._identity = {**identity, "device": accelerator.device.type}
@@ -107,6 +113,7 @@ class Loop:
             self._mark = self._saved = time.perf_counter()
             if not self._is_resumed:
                 self._look()
+                self._keep()
                 self._checkpoint()
             while self.step < steps:
                 for images, targets in self.task.loader:
@@ -117,6 +124,7 @@ class Loop:
                         self._log()
                     if at_end:
                         self._evaluate()
+                        self._keep()
                     late = time.perf_counter() - self._saved > self.checkpoint_seconds
                     stop, save = self._agreed(interrupts.requested, late)
                     if at_end or stop or save:
@@ -218,6 +226,19 @@ class Loop:
         self.accelerator.wait_for_everyone()
         self._saved = time.perf_counter()
         self._mark += self._saved - start  # writing is no part of the speed that is reported
+
+    def _keep(self) -> None:
+        """Write the tested weights of every so many epochs, and of the first and the last, where they stay.
+
+        Before the checkpoint of the same step, so that a run that is killed in between writes them again.
+        """
+        is_due = self.keep_every and (self.epoch % self.keep_every == 0 or self.epoch == self.epochs)
+        if not is_due or self._journal is None:
+            return
+        start = time.perf_counter()
+        with writing_to(self.out), self.kept.writing(self.step) as folder:
+            self.task.save_tested(folder)
+        self._mark += time.perf_counter() - start
 
     def _load(self, path: Path) -> None:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)

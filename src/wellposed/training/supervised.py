@@ -97,6 +97,7 @@ def train(
                 epochs=config.epochs,
                 log_every=config.log_every,
                 checkpoint_minutes=config.checkpoint_minutes,
+                keep_every=config.keep_every,
                 identity=_identity(config, data),
                 observe=None if observe is None else lambda: task.observed(observe),
             )
