@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from wellposed.diagnosis import Diagnosis as Diagnosis
     from wellposed.diagnosis import diagnose as diagnose
     from wellposed.errors import WellposedError as WellposedError
+    from wellposed.evaluation import corloc as corloc
+    from wellposed.evaluation import dense_probe as dense_probe
+    from wellposed.evaluation import discover as discover
+    from wellposed.evaluation import knn as knn
+    from wellposed.evaluation import layer_features as layer_features
+    from wellposed.evaluation import linear_probe as linear_probe
+    from wellposed.evaluation import pca_maps as pca_maps
     from wellposed.graying import gray as gray
     from wellposed.graying import gray_tokens as gray_tokens
     from wellposed.graying import ungray_tokens as ungray_tokens
@@ -50,13 +57,20 @@ _HOMES = {
     "TrainResult": "training",
     "WellposedError": "errors",
     "condition_": "skipless",
+    "corloc": "evaluation",
     "cut_skips": "skipless",
+    "dense_probe": "evaluation",
     "diagnose": "diagnosis",
+    "discover": "evaluation",
     "gray": "graying",
     "gray_tokens": "graying",
     "jacobian_spectrum": "spectrum",
+    "knn": "evaluation",
+    "layer_features": "evaluation",
+    "linear_probe": "evaluation",
     "load": "recipes",
     "ntk": "spectrum",
+    "pca_maps": "evaluation",
     "recipe": "recipes",
     "restore_skips": "skipless",
     "save": "recipes",

@@ -2,6 +2,7 @@
 
 from wellposed.bench.condition import ConditionBench as ConditionBench
 from wellposed.bench.diagnose import DiagnoseBench as DiagnoseBench
+from wellposed.bench.discover import DiscoverBench as DiscoverBench
 from wellposed.bench.graying import GrayingBench as GrayingBench
 from wellposed.bench.jacobian import JacobianBench as JacobianBench
 from wellposed.bench.soap import SoapBench as SoapBench

@@ -2,7 +2,15 @@
 
 from tyro.extras import SubcommandApp
 
-from wellposed.bench import ConditionBench, DiagnoseBench, GrayingBench, JacobianBench, SoapBench, TrainBench
+from wellposed.bench import (
+    ConditionBench,
+    DiagnoseBench,
+    DiscoverBench,
+    GrayingBench,
+    JacobianBench,
+    SoapBench,
+    TrainBench,
+)
 
 app = SubcommandApp()
 
@@ -20,6 +28,16 @@ def condition(config: ConditionBench) -> None:
 @app.command
 def diagnose(config: DiagnoseBench) -> None:
     """Time wellposed.diagnose against the forward pass it watches.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def discover(config: DiscoverBench) -> None:
+    """Time wellposed.discover on a batch against one call of scipy's eigh per image.
 
     Args:
         config: what to measure.

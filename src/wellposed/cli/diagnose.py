@@ -68,7 +68,7 @@ def diagnose(args: DiagnoseArgs) -> None:
             raise InvalidArgumentError(
                 f"cannot write {path}: expected files of different names, and a picture as {', '.join(_PICTURES)}"
             )
-    device = device_named(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = device_named(args.device)
     torch.manual_seed(args.seed)
     model = open_model(args.model, args.checkpoint, args.model_args)
     inputs = open_inputs(model, args.model, images=args.image, data=args.data, text=args.text, count=args.count)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import wellposed.models  # noqa: F401  # registers its names with timm
 from wellposed.data import make_shapes, open_data, sampled_images, usual_statistics
+from wellposed.data.pictures import picture_files, read_picture
 from wellposed.diagnosis.diagnose import Inputs
 from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
 from wellposed.families import blocks
@@ -61,25 +62,20 @@ def open_inputs(
 
 def picture_inputs(model: nn.Module, files: Sequence[Path], count: int) -> Tensor:
     """The pictures, or the pictures in the folders, among `files` as `model` takes them: (B, C, size, size)."""
-    from PIL import Image, UnidentifiedImageError
     from torchvision.transforms import v2
 
     if not files:
-        size = _image_size(model)
+        size = made_for_size(model)
         pictures = [image / 255 for image in make_shapes(count, size, seed=1).images]
     else:
-        crop = v2.Compose([v2.Resize(_image_size(model), antialias=True), v2.CenterCrop(_image_size(model))])
+        crop = v2.Compose([v2.Resize(made_for_size(model), antialias=True), v2.CenterCrop(made_for_size(model))])
         pictures = []
-        for file in _pictures(files)[:count]:
-            try:
-                image = Image.open(file).convert("RGB")
-            except (OSError, UnidentifiedImageError) as error:
-                raise DataError(f"{file} cannot be read as a picture: {error}") from error
-            pictures.append(crop(v2.functional.pil_to_tensor(image)) / 255)
+        for file in picture_files(files)[:count]:
+            pictures.append(crop(read_picture(file)) / 255)
     images = torch.stack(pictures)
     if next(module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)) == 1:
         images = images.mean(1, keepdim=True)
-    mean, std = _statistics(model, images.shape[1])
+    mean, std = input_statistics(model, images.shape[1])
     return (images - mean) / std
 
 
@@ -171,20 +167,7 @@ def _first_lines(error: Exception) -> str:
     return " ".join(" ".join(str(error).splitlines()[1:3]).split())[:300]
 
 
-def _pictures(files: Sequence[Path]) -> list[Path]:
-    kinds = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-    found = []
-    for file in files:
-        if not file.exists():
-            raise DataError(f"image={file}: there is no such file")
-        inside = sorted(path for path in file.rglob("*") if path.suffix.lower() in kinds) if file.is_dir() else [file]
-        if not inside:
-            raise DataError(f"image={file}: there is no picture in this folder")
-        found += inside
-    return found
-
-
-def _statistics(model: Any, channels: int) -> tuple[Tensor, Tensor]:
+def input_statistics(model: Any, channels: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation that the model was trained with, where it says so; else the usual ones."""
     settings = getattr(model, "pretrained_cfg", None) or {}
     folder = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
@@ -199,7 +182,8 @@ def _statistics(model: Any, channels: int) -> tuple[Tensor, Tensor]:
     return usual_statistics(channels)
 
 
-def _image_size(model: Any) -> int:
+def made_for_size(model: Any) -> int:
+    """Pixels a side of the images that `model` was made for; 224 where it does not say."""
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's ViT
     size = size or getattr(getattr(model, "config", None), "image_size", None)  # transformers' ViT
     return (size[0] if isinstance(size, tuple | list) else size) or 224

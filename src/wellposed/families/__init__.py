@@ -17,3 +17,6 @@ from wellposed.families.surgery import drop_compiled_code as drop_compiled_code
 from wellposed.families.surgery import library_class as library_class
 from wellposed.families.surgery import set_sites as set_sites
 from wellposed.families.surgery import sites_of as sites_of
+from wellposed.families.trunks import Trunk as Trunk
+from wellposed.families.trunks import keys_of as keys_of
+from wellposed.families.trunks import trunk as trunk

@@ -77,8 +77,7 @@ def _keeping_qkv(layer: Any) -> Iterator[None]:
 
 
 def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
-    qkv: Tensor = vars(layer).pop("wp_qkv")
-    q, k, _ = qkv.reshape(*qkv.shape[:2], 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    q, k, _ = _heads(layer, vars(layer).pop("wp_qkv"))
     logits = layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT
     mask = options.get("attn_mask")
     if mask is not None:
@@ -86,6 +85,18 @@ def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, An
     if options.get("is_causal"):
         logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     return logits.softmax(-1)
+
+
+def keys(layer: Any, qkv_BNE: Tensor) -> Tensor:
+    """The keys that timm's attention `layer` compares queries with, its heads side by side: (B, N, heads x width)."""
+    _, k, _ = _heads(layer, qkv_BNE)
+    keys_BHNd: Tensor = layer.k_norm(k)
+    return keys_BHNd.transpose(1, 2).flatten(2)
+
+
+def _heads(layer: Any, qkv_BNE: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values, (B, heads, N, width) each."""
+    return qkv_BNE.reshape(*qkv_BNE.shape[:2], 3, layer.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
 
 
 def _convmixer_weights(block: nn.Module) -> BlockWeights:

@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 def device_named(name: str) -> "torch.device":
-    """The device `name`, once it is sure that this machine has it."""
+    """The device `name`, once it is sure that this machine has it; "auto" is a GPU where there is one."""
     import torch
 
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -1,0 +1,1 @@
+"""Classes of images from frozen features: k-NN and linear probes."""

@@ -1,0 +1,130 @@
+"""What the commands of `wellposed evaluate` share: whose features, and where to write what they know."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from wellposed.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from wellposed.evaluation.backbones import Backbone
+    from wellposed.evaluation.curves import Curve
+
+# What the numbers do not depend on, or what is said of the weights by themselves.
+_FREE = {
+    *("model", "model_args", "checkpoint", "checkpoints", "image_size", "out", "device", "batch_size"),
+    *("cache", "workers", "memory_gb", "show", "examples", "on_error"),
+}
+
+
+class Result(Protocol):
+    """What an evaluation found; `str` of it is for people."""
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The numbers that make a curve over checkpoints."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON holds it."""
+        ...
+
+    def written(self, out: Path) -> Self:
+        """Write all of it into the folder `out`."""
+        ...
+
+
+R = TypeVar("R", bound=Result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(ABC, Generic[R]):
+    """One way to ask what features know."""
+
+    model: str = ""
+    """A timm name, a folder of wellposed's or HuggingFace's, a run or one of its checkpoints."""
+    data: str = ""
+    """The set."""
+    checkpoints: Path | None = None
+    """Evaluate every checkpoint in this folder instead, and draw the curve: of a run (best with train --keep-every),
+    folders of models, or weights of --model, named by their step."""
+    out: Path | None = None
+    """Folder to write into."""
+    checkpoint: Path | None = None
+    """Weights of a timm model, .safetensors or torch's; without, it is looked at as it is initialized."""
+    model_args: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further arguments of timm.create_model, such as img_size 32 patch_size 4."""
+    image_size: int | None = None
+    """Pixels a side that images are resized to; the model's own if None."""
+    layers: tuple[int, ...] = (-1,)
+    """Blocks to look at, each by itself: from 0, negative ones from the end; every block if none is named."""
+    batch_size: int = 64
+    """Images that go through the model together."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+
+    def run(self) -> "R | Curve":
+        """Evaluate the model, or every checkpoint, and write what was found where `out` says."""
+        self.check()
+        if self.checkpoints is not None:
+            return self._through(self.checkpoints)
+        if not self.model:
+            raise InvalidArgumentError(
+                "model: expected a timm name, a folder with a model or a run; or checkpoints, a folder of them"
+            )
+        result = self.evaluate(self.opened())
+        return result if self.out is None else result.written(self.out)
+
+    @abstractmethod
+    def evaluate(self, backbone: "Backbone") -> R:
+        """What the features of `backbone` know."""
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError where a value lies outside what it is defined for."""
+        for name in ("batch_size", "image_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgumentError(f"{name}={value}: expected at least 1")
+        if not self.data:
+            raise InvalidArgumentError("data: expected the name of a set, such as shapes")
+        if self.checkpoints is not None and self.checkpoint is not None:
+            raise InvalidArgumentError("checkpoint and checkpoints: expected one of them")
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise InvalidArgumentError(f"out={self.out} is a file; expected a folder, or a name that is free")
+
+    def opened(self, image_size: int | None = None) -> "Backbone":
+        """The model that `model` names, for images of this size; of that which was asked for if None."""
+        from wellposed.evaluation.backbones import open_backbone
+
+        return open_backbone(
+            self.model,
+            checkpoint=self.checkpoint,
+            model_args=self.model_args,
+            image_size=image_size or self.image_size,
+            device=self.device,
+            data=self.data,
+            seed=getattr(self, "seed", 0),
+        )
+
+    def _through(self, folder: Path) -> "Curve":
+        from wellposed.evaluation.curves import draw_curves
+        from wellposed.evaluation.through import through_checkpoints
+        from wellposed.runs import device_named, provenance
+
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _FREE}
+        curve = through_checkpoints(
+            folder,
+            lambda backbone: self.evaluate(backbone).values,
+            out=self.out,
+            settings={"command": type(self).__name__, **settings},
+            model=self.model or None,
+            model_args=self.model_args,
+            image_size=self.image_size,
+            data=self.data,
+            device=self.device,
+        )
+        if self.out is not None:
+            draw_curves({folder.name: curve}, self.out, provenance(device_named(self.device), seed=0))
+        return curve

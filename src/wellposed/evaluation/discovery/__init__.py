@@ -1,0 +1,1 @@
+"""TokenCut: the one object of an image, from its patch features alone."""

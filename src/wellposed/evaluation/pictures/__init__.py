@@ -1,0 +1,1 @@
+"""Patch features as pictures."""

@@ -1,0 +1,1 @@
+"""The dense linear probe: classes of pixels from frozen features."""
