@@ -15,6 +15,7 @@ from wellposed.runs import atomic_path, write_json, writing_to
 
 JSON, PNG, HTML = "discover.json", "discover.png", "discover.html"
 _TRUE, _RIGHT, _WRONG = "#ffffff", "#18b26b", "#e5484d"
+_ACROSS = 6  # panels side by side on the page, where the blocks of a picture leave room for another's
 
 
 def write_found(out: Path, result: DiscoverResult, found: Sequence[Found], facts: Mapping[str, str]) -> tuple[str, ...]:
@@ -84,8 +85,10 @@ def _squared(pixels: Pixels) -> Pixels:
 
 
 def _page(result: DiscoverResult, groups: Sequence[Group], names: Sequence[str], facts: Mapping[str, str]) -> str:
+    own = 2 * len(groups)
+    across = own * max(1, _ACROSS // own)
     panels = [
-        picture_panel(f"{name}, {group.title}" if column == "box" else column, pixels)
+        picture_panel(f"{name}, {group.title}" if column == "box" else column, pixels, across=across)
         for j, name in enumerate(names)
         for group in groups
         for column, pixels in zip(group.columns, group.rows[j], strict=True)
@@ -104,7 +107,7 @@ def _page(result: DiscoverResult, groups: Sequence[Group], names: Sequence[str],
             "White: the true boxes. Green: the box that was found, where it is right; red where it is not. Beside it "
             "the eigenvector that was cut, bright on what was taken for the object.",
             panels,
-            across=2 * len(groups),
+            across=across,
             strip=True,
         ),
     ]
