@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -106,3 +107,37 @@ def test_other_commands_over_checkpoints(run: Path) -> None:
 def test_bad_commands(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", *command.split(), "--device", "cpu"]) == 2
     assert told in capsys.readouterr().err
+
+
+def pictures(root: Path) -> Path:
+    """Two classes of pictures, one of them broken and one with 16 bits."""
+    for split, count in (("train", 6), ("val", 4)):
+        for label, colour in (("dark", 20), ("light", 220)):
+            (root / split / label).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (20 + i, 24), (colour, colour, colour)).save(root / split / label / f"{i}.png")
+    (root / "val" / "dark" / "1.png").write_bytes(b"no picture")
+    Image.fromarray(np.full((24, 24), 20 * 257, dtype=np.uint16)).save(root / "val" / "dark" / "2.png")
+    return root
+
+
+def test_broken_pictures_end_it_or_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["evaluate", "knn", *MODEL.split(), "--data", f"folder:{pictures(tmp_path / 'set')}", "--k", "3"]
+    command += ["--device", "cpu", "--workers", "0", "--cache", str(tmp_path / "cache")]
+    assert main(command) == 2
+    assert "1.png cannot be read" in capsys.readouterr().err
+    assert main([*command, "--on-error", "skip"]) == 0
+    said = capsys.readouterr()
+    assert "1 images cannot be read and are left out" in said.err
+    assert "100.00" in said.out, "the 16-bit picture is as dark as it is"
+    assert main(command) == 2, "features without the broken one are not taken for those of the whole set"
+
+
+def test_a_curve_notices_another_set_of_the_same_name(tmp_path: Path, run: Path) -> None:
+    spec = f"folder:{pictures(tmp_path / 'set')}"
+    Image.new("RGB", (24, 24)).save(tmp_path / "set" / "val" / "dark" / "1.png")
+    config = KnnConfig(checkpoints=run, data=spec, k=(3,), device="cpu", out=tmp_path / "out", workers=0)
+    first = config.run()
+    for i in range(4):
+        Image.new("RGB", (24, 24), (220, 220, 220)).save(tmp_path / "set" / "val" / "dark" / f"{i}.png")
+    assert config.run() != first

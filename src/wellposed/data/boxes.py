@@ -5,6 +5,7 @@ of VOC, "difficult" and "truncated" ones too; every object of COCO except crowds
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from wellposed.data.images import ImageSet, boxes_of
+from wellposed.data.mask_layouts import found_root, value_table
+from wellposed.data.masks import read_mask
 from wellposed.data.pictures import read_picture
 from wellposed.data.shapes import make_shapes
 from wellposed.errors import DataError, InvalidArgumentError
@@ -149,7 +152,10 @@ def _parsed(file: Path) -> ElementTree.Element:
 def _number(file: Path, element: ElementTree.Element, place: str) -> float:
     text = element.findtext(place)
     try:
-        return float(text or "")
+        value = float(text or "")
+        if not math.isfinite(value):
+            raise ValueError("not finite")
+        return value
     except ValueError as error:
         raise DataError(f"{file}: {place} of <{element.tag}> is {text!r}, expected a number") from error
 
@@ -200,7 +206,7 @@ def _coco_records(file: Path) -> dict[int, _Record]:
             )
             for image in read["images"]
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(f"{file} cannot be read as COCO's instances: {error!r}") from error
 
 
@@ -222,7 +228,7 @@ def _read_coco(record: _Record, folder: Path, source: Path) -> tuple[Tensor, Ten
 
 
 def _pet(path: Path, split: str | None) -> BoxSet:
-    split = split or "test"
+    split, path = split or "test", found_root(path, "annotations/trimaps", "oxford-iiit-pet")
     names = _listed(path / "annotations", split)
     return BoxSet(f"pet {split}", tuple(BoxedPicture(name, partial(_read_pet, path, name)) for name in names))
 
@@ -230,22 +236,23 @@ def _pet(path: Path, split: str | None) -> BoxSet:
 def _read_pet(path: Path, name: str) -> tuple[Tensor, Tensor]:
     """The box around the animal, 1 in the trimap, and the border around it, 3, which is half animal."""
     file = path / "annotations" / "trimaps" / f"{name}.png"
-    picture, trimap_HW = read_picture(path / "images" / f"{name}.jpg"), read_picture(file)[0]
-    _check_size(picture, tuple(trimap_HW.shape), file)
-    if not set(trimap_HW.unique().tolist()) <= {1, 2, 3}:
-        raise DataError(f"{file} holds {trimap_HW.unique().tolist()[:8]}: expected 1 (animal), 2 and 3 (border)")
-    mask_1HW = (trimap_HW != 2)[None]
+    picture, animal_HW = read_picture(path / "images" / f"{name}.jpg"), read_mask(file, value_table({1: 1, 2: 0, 3: 1}))
+    _check_size(picture, tuple(animal_HW.shape), file)
+    mask_1HW = animal_HW[None] == 1
     return picture, boxes_of(mask_1HW).float() if mask_1HW.any() else torch.zeros(0, 4)
 
 
 def _listed(folder: Path, split: str) -> list[str]:
-    """The first word of every line of `split`.txt; lines that begin with # are comments."""
+    """The first word of every line of `split`.txt; not of comments, which begin with #, nor where the second is -1.
+
+    That is how VOC's lists of a class, such as cat_trainval, say that a picture has none.
+    """
     file = folder / f"{split}.txt"
     if not file.is_file():
         there = sorted(found.stem for found in folder.glob("*.txt"))
         raise DataError(f"there is no {file}; expected one of {', '.join(there[:8]) or 'trainval.txt and the like'}")
     lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
-    names = [words[0] for words in lines if words and not words[0].startswith("#")]
+    names = [words[0] for words in lines if words and not words[0].startswith("#") and words[1:2] != ["-1"]]
     if not names:
         raise DataError(f"{file} names no picture")
     return names

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
-from PIL.Image import DecompressionBombError
 from torch import Tensor
 
+from wellposed.data.pictures import read_picture
 from wellposed.errors import DataError
 
 
@@ -19,12 +19,12 @@ class FolderSet:
         from torchvision.transforms import v2
 
         try:
-            self._files = ImageFolder(str(path))
+            self._files = ImageFolder(str(path), loader=_loaded)
         except (FileNotFoundError, OSError) as error:
             raise DataError(
                 f"{path} is not a folder of images by class, such as {path / 'cat' / 'one.jpg'}: {error}"
             ) from error
-        self._fit = v2.Compose([v2.PILToTensor(), v2.Resize(image_size, antialias=True), v2.CenterCrop(image_size)])
+        self._fit = v2.Compose([v2.Resize(image_size, antialias=True), v2.CenterCrop(image_size)])
         self.classes = tuple(self._files.classes)
         self.image_shape = (3, image_size, image_size)
 
@@ -32,12 +32,13 @@ class FolderSet:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        try:
-            image, label = self._files[index]
-        except (OSError, SyntaxError, ValueError, DecompressionBombError) as error:  # all of which PIL raises
-            raise DataError(f"{self._files.samples[index][0]} cannot be read: {error}") from error
+        image, label = self._files[index]
         fitted: Tensor = self._fit(image)
         return fitted.to(torch.uint8), label
+
+
+def _loaded(path: str) -> Tensor:
+    return read_picture(Path(path))
 
 
 def read_folder(path: Path, split: str, image_size: int) -> FolderSet:

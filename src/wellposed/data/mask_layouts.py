@@ -47,18 +47,18 @@ class Files:
 
 
 def _voc(path: Path, split: str, augmented: bool = False) -> Files:
-    root = _root(path, "JPEGImages", "VOC2012", "VOCdevkit/VOC2012")
+    root = found_root(path, "JPEGImages", "VOC2012", "VOCdevkit/VOC2012", "VOC2007", "VOCdevkit/VOC2007")
     listed = {"train": "trainaug" if augmented else "train", "test": "val"}[split]
     names = _lines(root / "ImageSets" / "Segmentation" / f"{listed}.txt")
     masks = root / ("SegmentationClassAug" if augmented else "SegmentationClass")
-    return Files(VOC, _table({i: i for i in range(21)}, IGNORED), names, root / "JPEGImages", masks)
+    return Files(VOC, value_table({i: i for i in range(21)}, IGNORED), names, root / "JPEGImages", masks)
 
 
 def _ade20k(path: Path, split: str) -> Files:
-    root = _root(path, "annotations", "ADEChallengeData2016")
+    root = found_root(path, "annotations", "ADEChallengeData2016")
     folder = {"train": "training", "test": "validation"}[split]
     images, masks = root / "images" / folder, root / "annotations" / folder
-    table = _table({i: i - 1 for i in range(1, 151)}, 0)
+    table = value_table({i: i - 1 for i in range(1, 151)}, 0)
     return Files(_ade20k_classes(root / "objectInfo150.txt"), table, _stems(images), images, masks)
 
 
@@ -76,25 +76,25 @@ def _coco_stuff(path: Path, split: str) -> Files:
     masks = _first_folder(path, [f"{place}/{folder}" for place in places])
     names = _stems(images)
     if names and f"{names[0]}.png" not in _listed(masks) and f"{names[0]}_labelTrainIds.png" in _listed(masks):
-        table = _table({i: i for i in range(171)}, IGNORED)
+        table = value_table({i: i for i in range(171)}, IGNORED)
         return Files(COCO_STUFF, table, names, images, masks, "_labelTrainIds.png")
     used = [value for value in range(182) if value not in _UNUSED_THINGS]
-    return Files(COCO_STUFF, _table({v: i for i, v in enumerate(used)}, IGNORED), names, images, masks)
+    return Files(COCO_STUFF, value_table({v: i for i, v in enumerate(used)}, IGNORED), names, images, masks)
 
 
 def _pet(path: Path, split: str, border: bool = False) -> Files:
-    root = _root(path, "annotations/trimaps", "oxford-iiit-pet")
+    root = found_root(path, "annotations/trimaps", "oxford-iiit-pet")
     names = _lines(root / "annotations" / {"train": "trainval.txt", "test": "test.txt"}[split])
     masks = root / "annotations" / "trimaps"
     if border:
-        return Files(("background", "animal", "border"), _table({2: 0, 1: 1, 3: 2}), names, root / "images", masks)
-    return Files(("background", "animal"), _table({2: 0, 1: 1}, 3), names, root / "images", masks)
+        return Files(("background", "animal", "border"), value_table({2: 0, 1: 1, 3: 2}), names, root / "images", masks)
+    return Files(("background", "animal"), value_table({2: 0, 1: 1}, 3), names, root / "images", masks)
 
 
 def _camvid(path: Path, split: str) -> Files:
-    root = _root(path, "trainannot", "CamVid")
+    root = found_root(path, "trainannot", "CamVid")
     images = _first_folder(root, (split,))
-    return Files(CAMVID, _table({i: i for i in range(11)}, 11), _stems(images), images, root / f"{split}annot")
+    return Files(CAMVID, value_table({i: i for i in range(11)}, 11), _stems(images), images, root / f"{split}annot")
 
 
 def _plain(path: Path, split: str) -> Files:
@@ -103,7 +103,7 @@ def _plain(path: Path, split: str) -> Files:
         classes = tuple(_lines(path / "classes.txt", whole=True))
     except DataError as error:
         raise DataError(f"{path} has no classes.txt: write the names of the classes into it, one a line") from error
-    table = _table({i: i for i in range(len(classes))}, IGNORED)
+    table = value_table({i: i for i in range(len(classes))}, IGNORED)
     images, masks = path / "images", path / "masks"
     for name in {"train": ("train",), "test": ("val", "test")}[split]:
         if (images / name).is_dir():
@@ -129,7 +129,8 @@ LAYOUTS: dict[str, Callable[[Path, str], Files]] = {
 }
 
 
-def _table(classes: Mapping[int, int], *ignored: int) -> Tensor:
+def value_table(classes: Mapping[int, int], *ignored: int) -> Tensor:
+    """The `Files.table` in which each key of `classes` stands for its value, and those `ignored` for no class."""
     if max(classes.values()) >= IGNORED:
         raise DataError(f"{len(classes)} classes: expected at most {IGNORED}, since {IGNORED} stands for none")
     table = torch.full((256,), -1)
@@ -138,7 +139,7 @@ def _table(classes: Mapping[int, int], *ignored: int) -> Tensor:
     return table
 
 
-def _root(path: Path, sign: str, *below: str) -> Path:
+def found_root(path: Path, sign: str, *below: str) -> Path:
     """`path`, or the folder in it, that holds `sign`."""
     return _first_folder(path, [Path(sign), *(Path(inner) / sign for inner in below)]).parents[
         len(Path(sign).parts) - 1

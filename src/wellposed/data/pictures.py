@@ -14,14 +14,17 @@ T = TypeVar("T")
 _KINDS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
-def read_picture(path: Path) -> Tensor:
-    """The picture as uint8 (3, height, width); grey and 16-bit ones, palettes and transparency (on white) included."""
+def read_picture(path: Path, *, upright: bool = False) -> Tensor:
+    """The picture as uint8 (3, height, width); grey and 16-bit ones, palettes and transparency (on white) included.
+
+    Pixels are as they are stored, as annotations have them; `upright` turns them as a camera has noted.
+    """
     from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
         with Image.open(path) as file:
-            picture = ImageOps.exif_transpose(file)
+            picture = ImageOps.exif_transpose(file) if upright else file
             if picture.mode.startswith("I") or picture.mode == "F":  # PIL would clip these at 255
                 return _eight_bits(pil_to_tensor(picture).double(), picture.mode).expand(3, -1, -1).contiguous()
             if picture.mode in {"RGBA", "LA", "PA"} or "transparency" in picture.info:
@@ -47,6 +50,8 @@ def picture_files(given: Sequence[Path]) -> list[Path]:
 
 def _eight_bits(values: Tensor, mode: str) -> Tensor:
     """Grey values in 8 bits; 32-bit ones are taken to lie in 0 to 1, 0 to 255 or 0 to 65535, whichever they fit."""
+    if not values.isfinite().all():
+        raise ValueError("it holds NaN or Inf")
     tops = [65535.0] if mode.startswith("I;16") else [1.0, 255.0, 65535.0]
     top = next((top for top in tops if values.max() <= top), float(values.max()))
     return (values.clamp(min=0) / top * 255).round().to(torch.uint8)

@@ -71,7 +71,7 @@ def picture_inputs(model: nn.Module, files: Sequence[Path], count: int) -> Tenso
         crop = v2.Compose([v2.Resize(made_for_size(model), antialias=True), v2.CenterCrop(made_for_size(model))])
         pictures = []
         for file in picture_files(files)[:count]:
-            pictures.append(crop(read_picture(file)) / 255)
+            pictures.append(crop(read_picture(file, upright=True)) / 255)
     images = torch.stack(pictures)
     if next(module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)) == 1:
         images = images.mean(1, keepdim=True)

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,7 @@ def set_features(
     pool: Pool = "summary",
     batch_size: int = 64,
     workers: int = 4,
+    on_error: Literal["raise", "skip"] = "raise",
     cache: Path | None = None,
 ) -> dict[int, Labelled]:
     """`extract` for the `split` of the set that `spec` names; read from the folder `cache` where it has been done.
@@ -48,10 +49,11 @@ def set_features(
     """
     data = open_for(backbone, spec, split)
     chosen = list(dict.fromkeys(chosen_layers(len(trunk(backbone.model).blocks), layers)))
-    options: dict[str, Any] = {"kind": kind, "pool": pool, "batch_size": batch_size, "workers": workers}
+    options: dict[str, Any] = {"kind": kind, "pool": pool, "on_error": on_error}
+    options |= {"batch_size": batch_size, "workers": workers}
     if cache is None:
         return extract(backbone, data, chosen, **options)
-    keys = _keys(backbone, data, spec, split, chosen, kind, pool)
+    keys = _keys(backbone, data, spec, split, chosen, {"kind": kind, "pool": pool, "on_error": on_error})
     found = {layer: _read(cache, key) for layer, key in keys.items()}
     missing = [layer for layer, features in found.items() if features is None]
     if missing:
@@ -69,8 +71,14 @@ def data_fingerprint(data: Dataset, spec: str) -> str:
         for tensor in (data.images, data.labels):
             digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-    folder = Path(spec.partition(":")[2])
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    digest.update(folder_fingerprint(spec.partition(":")[2]).encode())
+    return digest.hexdigest()
+
+
+def folder_fingerprint(folder: str) -> str:
+    """A hash of the names, sizes and times of change of the files in a folder; nothing for none."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()) if folder else []:
         about = path.stat()
         digest.update(f"{path.relative_to(folder)} {about.st_size} {about.st_mtime_ns}\n".encode())
     return digest.hexdigest()
@@ -82,7 +90,7 @@ def cache_file(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def _keys(
-    backbone: Backbone, data: Dataset, spec: str, split: str, layers: Sequence[int], kind: Kind, pool: Pool
+    backbone: Backbone, data: Dataset, spec: str, split: str, layers: Sequence[int], choices: dict[str, str]
 ) -> dict[int, dict[str, Any]]:
     shared = {
         "format": FORMAT_VERSION,
@@ -96,8 +104,7 @@ def _keys(
             "mean": backbone.mean.flatten().tolist(),
             "std": backbone.std.flatten().tolist(),
         },
-        "kind": kind,
-        "pool": pool,
+        **choices,
         "dtype": "float32",
     }
     return {layer: {**shared, "layer": layer} for layer in layers}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.runs import writing_to
 
 if TYPE_CHECKING:
     from wellposed.evaluation.backbones import Backbone
@@ -74,7 +75,12 @@ class Evaluation(ABC, Generic[R]):
             raise InvalidArgumentError(
                 "model: expected a timm name, a folder with a model or a run; or checkpoints, a folder of them"
             )
-        result = self.evaluate(self.opened())
+        backbone = self.opened()
+        for folder in (self.out, getattr(self, "cache", None)):  # before the work, not after it
+            if folder is not None:
+                with writing_to(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+        result = self.evaluate(backbone)
         return result if self.out is None else result.written(self.out)
 
     @abstractmethod
@@ -109,16 +115,18 @@ class Evaluation(ABC, Generic[R]):
         )
 
     def _through(self, folder: Path) -> "Curve":
+        from wellposed.evaluation.cache import folder_fingerprint
         from wellposed.evaluation.curves import draw_curves
         from wellposed.evaluation.through import through_checkpoints
         from wellposed.runs import device_named, provenance
 
-        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _FREE}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _FREE}
+        settings = {"command": type(self).__name__, **own, "files": folder_fingerprint(self.data.partition(":")[2])}
         curve = through_checkpoints(
             folder,
             lambda backbone: self.evaluate(backbone).values,
             out=self.out,
-            settings={"command": type(self).__name__, **settings},
+            settings=settings,
             model=self.model or None,
             model_args=self.model_args,
             image_size=self.image_size,
@@ -126,5 +134,7 @@ class Evaluation(ABC, Generic[R]):
             device=self.device,
         )
         if self.out is not None:
-            draw_curves({folder.name: curve}, self.out, provenance(device_named(self.device), seed=0))
+            facts = provenance(device_named(self.device), seed=getattr(self, "seed", 0))
+            facts["settings"] = ", ".join(f"{name} {value}" for name, value in own.items())
+            draw_curves({folder.name: curve}, self.out, facts)
         return curve

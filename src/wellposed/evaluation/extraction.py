@@ -3,14 +3,17 @@
 Shapes: N images, width D.
 """
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wellposed.data import Dataset, open_data, open_loader
+from wellposed.data import Dataset, ImageSet, open_data, open_loader
+from wellposed.data.pictures import Readings
 from wellposed.errors import DataError, InvalidArgumentError
 from wellposed.evaluation.backbones import Backbone
 from wellposed.evaluation.features import Kind, chosen_layers, layer_features
@@ -20,6 +23,7 @@ from wellposed.runs import tracked
 
 Pool = Literal["summary", "mean"]
 _LARGEST_SHAPES = 64
+_UNREAD = -(2**40)
 
 
 def open_for(backbone: Backbone, spec: str, split: str) -> Dataset:
@@ -41,6 +45,7 @@ def extract(
     pool: Pool = "summary",
     batch_size: int = 64,
     workers: int = 4,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> dict[int, Labelled]:
     """Features of every image of `data`, in its order, for each layer; float32 on the CPU.
 
@@ -52,6 +57,7 @@ def extract(
         pool: what stands for an image: the class token where the model's head reads one, else the mean; or the mean.
         batch_size: images that go through the model together.
         workers: processes that read a set which is not in memory.
+        on_error: end at an image that cannot be read, or name, count and leave it out.
     """
     if not len(data):
         raise DataError(f"{data.name} holds no image")
@@ -60,7 +66,7 @@ def extract(
     chosen = list(dict.fromkeys(chosen_layers(len(trunk(backbone.model).blocks), layers)))
     channels = data.image_shape[0]
     loader = open_loader(
-        data,
+        data if on_error == "raise" or isinstance(data, ImageSet) else _Tolerant(data),
         min(batch_size, len(data)),
         device=backbone.device,
         shuffle=False,
@@ -78,11 +84,43 @@ def extract(
             vectors[layer].append((features.summary_BD if pool == "summary" else features.patches_BND.mean(1)).cpu())
         labels.append(labels_B.cpu())
     labels_N = torch.cat(labels)
+    was_read_N = labels_N != _UNREAD if on_error == "skip" else torch.ones_like(labels_N, dtype=torch.bool)
+    _report_unread(data, (~was_read_N).nonzero().flatten().tolist())
+    labels_N = labels_N[was_read_N]
     _check_labels(labels_N, data)
     return {
-        layer: Labelled.checked(f"block {layer} on {data.name}", torch.cat(parts).float(), labels_N)
+        layer: Labelled.checked(f"block {layer} on {data.name}", torch.cat(parts)[was_read_N].float(), labels_N)
         for layer, parts in vectors.items()
     }
+
+
+class _Tolerant:
+    """A set in which what cannot be read is black, with a label that no class has."""
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+        self.name, self.classes, self.image_shape = data.name, data.classes, data.image_shape
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            return self._data[index]
+        except DataError:
+            return torch.zeros(self.image_shape, dtype=torch.uint8), _UNREAD
+
+
+def _report_unread(data: Dataset, indices: Sequence[int]) -> None:
+    """Say which images of the set were left out, and why."""
+    readings = Readings("skip")
+    for index in indices[:3]:
+        readings.read(partial(data.__getitem__, index))
+    if indices:
+        named = "; ".join(readings.problems)
+        print(f"wellposed: {len(indices)} images cannot be read and are left out: {named}", file=sys.stderr)
+    if len(indices) == len(data):
+        raise DataError(f"no image of {data.name} can be read: {readings.problems[0]}")
 
 
 def fitted(images_BCHW: Tensor, backbone: Backbone) -> Tensor:

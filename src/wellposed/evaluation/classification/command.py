@@ -127,6 +127,8 @@ class _Classify(Evaluation[Classification]):
     """Keep features in this folder, and take from it those that are there."""
     workers: int = 4
     """Processes that read images of sets which do not fit in memory."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """End at an image that cannot be read, or name, count and leave it out."""
 
     def run(self) -> "Classification | Curve":
         """Classify the test set, with one model or with every checkpoint."""
@@ -149,7 +151,7 @@ class _Classify(Evaluation[Classification]):
         from wellposed.evaluation.cache import set_features
 
         options: dict[str, Any] = {"kind": self.kind, "pool": self.pool, "cache": self.cache}
-        options |= {"batch_size": self.batch_size, "workers": self.workers}
+        options |= {"batch_size": self.batch_size, "workers": self.workers, "on_error": self.on_error}
         train, test = (
             set_features(backbone, self.data, split, self.layers or None, **options) for split in ("train", "test")
         )
@@ -179,6 +181,13 @@ class KnnConfig(_Classify):
     """Of the weights exp(cosine / temperature)."""
     weighted: bool = True
     """Weigh votes by similarity, as DINO does, or count them."""
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError where a value lies outside what it is defined for."""
+        from wellposed.evaluation.classification.neighbours import checked_neighbours
+
+        super().check()
+        checked_neighbours(self.k, self.temperature)
 
     def _scores(self, layers: Layers, device: "torch.device") -> tuple[str, str, list[Score]]:
         from wellposed.evaluation.classification.neighbours import knn

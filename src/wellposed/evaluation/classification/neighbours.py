@@ -6,6 +6,8 @@ with weight exp(s / temperature). With weighted=False every neighbour has one vo
 Shapes: N samples to learn from, M to classify, width D, C classes.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -44,11 +46,9 @@ def knn(
         weighted: weigh votes by similarity, or count them.
     """
     train, test, classes_C = checked_pair(train_ND, train_labels_N, test_MD, test_labels_M)
-    ks = [k] if isinstance(k, int) else list(k)
-    if not ks or min(ks) < 1 or max(ks) > len(train.labels_N):
+    ks = checked_neighbours(k, temperature)
+    if max(ks) > len(train.labels_N):
         raise InvalidArgumentError(f"k={k}: expected 1 to {len(train.labels_N)}, the number of samples in train")
-    if not temperature > 0:
-        raise InvalidArgumentError(f"temperature={temperature}: expected a number above 0")
     units_ND, queries_MD = (F.normalize(part.features_ND, dim=1) for part in (train, test))
     right = torch.zeros(len(ks), 2, dtype=torch.int64, device=units_ND.device)
     step = max(1, _TOGETHER // max(len(units_ND), len(classes_C)))
@@ -63,3 +63,16 @@ def knn(
             right[row] += torch.stack([first.sum(), among_five.sum()])
     shares = (right.double() / len(test.labels_N)).tolist()
     return {voters: Accuracy(*share) for voters, share in zip(ks, shares, strict=True)}
+
+
+def checked_neighbours(k: int | Sequence[int], temperature: float) -> list[int]:
+    """The numbers of neighbours, once they and the temperature can be."""
+    try:
+        ks = [operator.index(one) for one in ([k] if not isinstance(k, Sequence) else k)]
+    except TypeError:
+        ks = []
+    if not ks or min(ks) < 1 or isinstance(k, bool):
+        raise InvalidArgumentError(f"k={k}: expected whole numbers, at least 1")
+    if not 0 < temperature < math.inf:
+        raise InvalidArgumentError(f"temperature={temperature}: expected a number above 0")
+    return ks

@@ -40,7 +40,7 @@ def discover(features_BND: Tensor, grid: tuple[int, int], tau: float = 0.2) -> D
     together, on whichever device the features are.
 
     An image without an object has an answer too: where all patches are alike, or none is like any other, the object is
-    the whole image. Patches whose feature is 0 are joined to none.
+    the whole image. A feature of 0 has the cosine 0 with all others.
 
     Args:
         features_BND: of the patches alone, row by row, without class or register tokens; of any float dtype. The method
@@ -106,6 +106,8 @@ def _check(features_BND: Tensor, grid: tuple[int, int], tau: float) -> None:
         raise InvalidArgumentError(
             f"features of shape {shape} and {features_BND.dtype}: expected floats of shape (images, patches, width)"
         )
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(isinstance(side, int) for side in grid):
+        raise InvalidArgumentError(f"grid={grid!r}: expected rows and columns of patches, such as (14, 14)")
     rows, columns = grid
     if min(grid) < 1 or rows * columns != shape[1]:
         raise InvalidArgumentError(

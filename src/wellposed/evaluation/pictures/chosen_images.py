@@ -72,7 +72,7 @@ def _of_data(data: str, count: int, size: int) -> Iterator[tuple[str, Callable[[
 
 
 def _picture(path: Path, size: int) -> Tensor:
-    return squared(read_picture(path), size)
+    return squared(read_picture(path, upright=True), size)
 
 
 def _image(dataset: Dataset, index: int) -> Tensor:

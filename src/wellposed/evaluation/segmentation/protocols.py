@@ -17,6 +17,13 @@ _CHOICES = {
     "schedule": ("cosine", "linear"),
 }
 
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("batch_norm", "flip"), bool),
+    **dict.fromkeys(("lr", "weight_decay"), int | float),
+    "warmup": int,
+}
+_WORDS = {bool: "True or False", int | float: "a number", int: "a whole number"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DenseProtocol:
@@ -53,6 +60,10 @@ class DenseProtocol:
     batch_size: int = 16
 
     def __post_init__(self) -> None:
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) != (kind is bool) or not isinstance(value, int if kind is bool else kind):
+                raise InvalidArgumentError(f"{name}={value!r}: expected {_WORDS[kind]}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
