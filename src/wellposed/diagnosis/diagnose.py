@@ -1,6 +1,7 @@
 """`diagnose`: one forward pass of a model, watched, and the linear algebra that says how well it is conditioned."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,27 @@ from wellposed.errors import InvalidArgumentError, WellposedError
 from wellposed.families import Block, blocks, library_class, sites_of, unwrapped
 from wellposed.spectrum import in_eval_mode
 
+if TYPE_CHECKING:
+    from wellposed.adapters import AdapterReport
+
 Inputs = Tensor | Mapping[str, Tensor]
 
 
+@overload
+def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Diagnosis: ...
+@overload
+def diagnose(model: nn.Module) -> "AdapterReport": ...
+
+
 @torch.no_grad()
-def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Diagnosis:
-    """How `model` treats a batch, block by block; the model is left as it was.
+def diagnose(model: nn.Module, inputs: Inputs | None = None, *, jacobians: bool = False) -> "Diagnosis | AdapterReport":
+    """How `model` treats a batch, block by block, or what its sine adapters have learned; the model is left as it was.
 
     Args:
         model: of a known family; in training mode it is measured in eval mode, without dropout.
         inputs: a batch of images or token ids as the model takes it, or a mapping of its named arguments. Inputs of
-            different lengths are to be given one length at a time, without padding.
+            different lengths are to be given one length at a time, without padding. Without inputs, it is the adapters
+            that are looked at: std(omega B A), stable rank and spectrum of each update.
         jacobians: also the extremes of the Jacobians of attention and MLP, for the first input. They take far longer
             than everything else.
 
@@ -35,6 +46,8 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
         >>> report.blocks[1].name, report.blocks[1].attention.frobenius <= report.blocks[1].attention.frobenius_bound
         ('blocks.1', True)
     """
+    if inputs is None:
+        return _of_adapters(unwrapped(model))
     model, found = unwrapped(model), blocks(model)
     inputs = _checked(inputs, model)
     dtype = next(model.parameters()).dtype
@@ -76,6 +89,16 @@ def diagnose(model: nn.Module, inputs: Inputs, *, jacobians: bool = False) -> Di
             "what follows from it linearly is infinite. Cosine and stable rank tell more."
         )
     return Diagnosis(library_class(model).__name__, (len(seen[0]["input"]), n, d), tuple(reports), tuple(notes))
+
+
+def _of_adapters(model: nn.Module) -> "AdapterReport":
+    if not any(hasattr(module, "peft_config") for module in model.modules()):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has no adapter to look at, and no inputs were given: give it a batch"
+        )
+    from wellposed.adapters import adapter_report
+
+    return adapter_report(model)
 
 
 def _run(model: nn.Module, inputs: Inputs) -> None:

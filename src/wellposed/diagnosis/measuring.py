@@ -162,7 +162,10 @@ class _Factors:
 
 def _factors(block: Block) -> _Factors:
     weights = block.family.weights(block.module)
-    query, key, value, output = (m.view() for m in (weights.query, weights.key, weights.value, weights.output))
+    matrices = (weights.query, weights.key, weights.value, weights.output)
+    if any(hasattr(m.module, "base_layer") for m in matrices):
+        raise UnsuitableModelError("its layers have adapters, which have to be merged first (merge_and_unload)")
+    query, key, value, output = (m.view() for m in matrices)
     if not all(w.is_floating_point() and not w.is_meta for w in (query, key, value, output)):
         raise UnsuitableModelError("its weights are quantized or have no values")
     h, d = weights.head_dim, query.shape[1]

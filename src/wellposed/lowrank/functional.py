@@ -1,0 +1,206 @@
+"""x (W0 + s sin(omega B A))^T at LoRA's memory: the sine is computed anew in the backward pass (arXiv 2403.19243).
+
+    D = sin(omega B A)
+    y = x (W0 + s D)^T + bias
+    dx = dy (W0 + s D);   G = (dy^T x) * cos(omega B A) * omega s;   dB = G A^T;   dA = B^T G
+
+Between the passes only x, W0, A and B are kept. torch.compile sees one operation each way, so that it cannot decide to
+keep the sine after all.
+
+Operations of multiplication and addition for T tokens: 6 T in out, three products of full size where LoRA has two, and
+two passes over the weight. Where W0 and s D are kept apart (`wellposed.lowrank.passes`), 10 T in out.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wellposed.errors import InvalidArgumentError, UnsuitableModelError
+from wellposed.lowrank.passes import factor_gradients, sine_weights
+
+
+def sine_linear(
+    x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
+) -> Tensor:
+    """The layer y = x (W0 + scale sin(omega B A))^T + bias, of the type of `x`, or autocast's.
+
+    The rank product, the sine and the cosine are computed in float32 at least, whatever autocast says; an update below
+    the last bit of a bfloat16 or float16 W0 is not rounded away. Works under torch.compile and gradient checkpointing;
+    `weight0` gets a gradient only if it asks for one.
+
+    Args:
+        x: (..., in).
+        weight0: W0, (out, in), of the type of `x` unless autocast is on; no such term if None.
+        bias: (out,), or None.
+        a: A, (r, in), of any floating-point type.
+        b: B, (out, r).
+        omega: the frequency, above 0.
+        scale: s.
+
+    Raises:
+        InvalidArgumentError: shapes or types that do not belong together, or an omega or scale that cannot be.
+        UnsuitableModelError: in the backward pass, if second derivatives are asked for.
+
+    Example:
+        >>> a, b = torch.tensor([[0.5, 1.0]]), torch.tensor([[torch.pi]])
+        >>> sine_linear(torch.eye(2), torch.ones(1, 2), None, a, b, 0.5, 2.0)
+        tensor([[2.4142],
+                [3.0000]])
+    """
+    kind = x.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    if autocast and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    _check(x, weight0, bias, a, b, autocast)
+    if not torch.compiler.is_compiling() and not (isfinite(omega) and omega > 0 and isfinite(scale)):
+        raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
+    return _sine_linear(x, weight0, bias, a, b, omega, scale)
+
+
+def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, autocast: bool) -> None:
+    """InvalidArgumentError unless the shapes and types belong together."""
+    given = {"x": x, "weight0": weight0, "bias": bias, "a": a, "b": b}
+    if a.ndim != 2 or b.ndim != 2 or x.ndim < 1 or len(a) != b.shape[1] or x.shape[-1] != a.shape[1]:
+        raise InvalidArgumentError(f"{_shapes(given)}: expected x (..., in), a (r, in) and b (out, r)")
+    if weight0 is not None and weight0.is_floating_point() and weight0.shape != (len(b), a.shape[1]):
+        raise InvalidArgumentError(f"{_shapes(given)}: expected weight0 (out, in) = ({len(b)}, {a.shape[1]})")
+    if bias is not None and bias.shape != (len(b),):
+        raise InvalidArgumentError(f"{_shapes(given)}: expected bias (out,) = ({len(b)},)")
+    for name, each in given.items():
+        if each is not None and not each.is_floating_point():
+            hint = ": for a quantized weight pass None and add its own layer's output" if name == "weight0" else ""
+            raise InvalidArgumentError(f"{name} is {each.dtype}: expected a floating-point type{hint}")
+        if name in {"weight0", "bias"} and each is not None and each.dtype != x.dtype and not autocast:
+            raise InvalidArgumentError(f"x is {x.dtype} and {name} {each.dtype}: expected one type, or torch.autocast")
+
+
+def _shapes(given: dict[str, Tensor | None]) -> str:
+    return ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items() if each is not None)
+
+
+@torch.library.custom_op("wellposed::sine_linear", mutates_args=())
+def _sine_linear(
+    x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
+) -> Tensor:
+    with _as_written(x):
+        x = x.contiguous()
+        bias = None if bias is None else bias.to(x.dtype)
+        first, *others = sine_weights(weight0, a, b, omega, scale, x.dtype)
+        if not others:
+            return F.linear(x, first, bias)
+        y = x @ first.T
+        for other in others:
+            y.view(-1, len(b)).addmm_(x.view(-1, a.shape[1]), other.T)
+        return y if bias is None else y.add_(bias)
+
+
+@_sine_linear.register_fake
+def _(
+    x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], b.shape[0])
+
+
+@torch.library.custom_op("wellposed::sine_linear_backward", mutates_args=())
+def _sine_linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight0: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    omega: float,
+    scale: float,
+    for_x: bool,
+    for_weight0: bool,
+    for_factors: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, W0, A and B, each with no entries where it is not asked for."""
+    with _as_written(x):
+        dy = dy.contiguous()
+        dy_TO, x_TI = dy.view(-1, len(b)), x.reshape(-1, a.shape[1])
+        dx, dweight0, da, db = (dy.new_empty(0) for _ in range(4))
+        if for_x:
+            first, *others = sine_weights(weight0, a, b, omega, scale, dy.dtype)
+            dx = dy @ first
+            for other in others:
+                dx.view(-1, a.shape[1]).addmm_(dy_TO, other)
+            del first, others
+        if for_weight0 and weight0 is not None:
+            dweight0 = (dy_TO.T @ x_TI).to(weight0.dtype)
+        if for_factors:
+            da, db = factor_gradients(dy_TO, x_TI, a, b, omega, scale)
+        return dx, dweight0, da, db
+
+
+@_sine_linear_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight0: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    omega: float,
+    scale: float,
+    for_x: bool,
+    for_weight0: bool,
+    for_factors: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        dy.new_empty(*dy.shape[:-1], a.shape[1]) if for_x else dy.new_empty(0),
+        weight0.new_empty(weight0.shape) if for_weight0 and weight0 is not None else dy.new_empty(0),
+        a.new_empty(a.shape) if for_factors else dy.new_empty(0),
+        b.new_empty(b.shape) if for_factors else dy.new_empty(0),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight0, _, a, b, ctx.omega, ctx.scale = inputs
+    _, for_weight0, _, for_a, for_b = ctx.needs_input_grad[:5]
+    ctx.save_for_backward(x if for_weight0 or for_a or for_b else None, weight0, a, b)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight0, a, b = ctx.saved_tensors
+    for_x, for_weight0, for_bias, for_a, for_b = ctx.needs_input_grad[:5]
+    dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if for_bias else None
+    dx, dweight0, da, db = _sine_linear_backward(
+        dy,
+        dy.new_empty(0, a.shape[1]) if x is None else x,
+        weight0,
+        a,
+        b,
+        ctx.omega,
+        ctx.scale,
+        for_x,
+        for_weight0,
+        for_a or for_b,
+    )
+    return (
+        dx if for_x else None,
+        dweight0 if for_weight0 else None,
+        dbias,
+        da if for_a else None,
+        db if for_b else None,
+        None,
+        None,
+    )
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> Any:
+    raise UnsuitableModelError(
+        "sine_linear has no second derivatives: use x @ (weight0 + wellposed.lowrank.sine_delta(a, b, omega, scale)).T "
+        "+ bias, which keeps the out x in matrices and can be differentiated as often as torch.sin"
+    )
+
+
+_sine_linear.register_autograd(_backward, setup_context=_keep)
+_sine_linear_backward.register_autograd(_refuse)
+
+
+def _as_written(x: Tensor) -> AbstractContextManager[Any]:
+    """Each product in the type that it is written in, also where autocast is on."""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,240 @@
+"""The passes over an out x in matrix as Triton kernels, of which `wellposed.lowrank.passes` is the meaning.
+
+`sine_weight` reads W0 once and writes W0 + s sin(omega B A) once; `factor_gradients` reads dy^T x once, or twice for
+ranks above 32, and writes nothing of that size. Rank product, sine and cosine stay in registers.
+
+An argument z is turned into half turns, z = pi (n + f) with |f| <= 1/2, and sin(pi f) or cos(pi f) taken from a
+polynomial: off by 2e-7, and by the 3e-7 |z| that float32 leaves unknown of z. From |z| = 1.3e7 on, where that is all
+of it, the sine is 0.
+
+In bfloat16 and float16 an update of less than 16 of the sum's last bits is rounded up or down by a hash of the entry's
+place, up with a probability that is the part of a step that rounding would cut off. So an update of a hundredth of the
+last bit moves one entry in a hundred by one bit: the product with any x is right on average, its error 1.4 times that
+of rounding y itself, and none where the update is 0. Larger updates are rounded to the nearest, which errs as much as
+rounding y does. The hash depends on nothing else: forward and backward pass see the same matrix, as does any other run.
+
+Shapes: O out, I in, r rank.
+"""
+
+# A kernel's arguments have no Python types.
+# mypy: disable-error-code="import-untyped, no-untyped-def"
+
+from contextlib import AbstractContextManager, nullcontext
+from math import pi
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""The bits that float32 has more in its fraction."""
+_ONE_READ = 32
+"""The largest rank for which the partial sums of a second gradient are less to write than dy^T x is to read again."""
+_HIGH, _WIDE, _NARROW = 128, 64, 32
+"""Rows of a block, columns of a block of the weight, and of one of dy^T x, of which more has to fit into registers."""
+_PROGRAMS = 512
+"""As many as keep a large GPU busy."""
+
+
+def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float, dtype: torch.dtype) -> Tensor:
+    """W0 + scale sin(omega B A), (out, in), of `dtype`: bfloat16, float16 or float32; without W0 if that is None.
+
+    W0, (out, in), is rounded to `dtype` before; of A, (r, in), and B, (out, r), nothing is.
+    """
+    (r, cols), rows = a.shape, len(b)
+    weight_OI = torch.empty(rows, cols, dtype=dtype, device=a.device)
+    if weight_OI.numel() == 0:
+        return weight_OI
+    chunk = _chunk(r)
+    base = weight_OI if weight0 is None else weight0
+    with _on(a):
+        _weight_kernel[(triton.cdiv(rows, _HIGH), triton.cdiv(cols, _WIDE))](
+            base, a, b, weight_OI,
+            rows, cols, r, *base.stride(), *a.stride(), *b.stride(), omega / pi, scale,
+            ADD=weight0 is not None, CUT_BITS=0 if weight0 is None else _CUT_BITS.get(dtype, 0),
+            R=chunk, CHUNKS=triton.cdiv(r, chunk), HIGH=_HIGH, WIDE=_WIDE, PRECISION=_precision(a, b),
+            num_warps=8, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+    return weight_OI
+
+
+def factor_gradients(p_OI: Tensor, a: Tensor, b: Tensor, omega: float, scale: float) -> tuple[Tensor, Tensor]:
+    """The gradients dA = B^T G, (r, in), and dB = G A^T, (out, r), with G = P * cos(omega B A) * omega scale.
+
+    P is dy^T x, (out, in). The same bits every time: sums over programs are formed afterwards, in one order.
+    """
+    if p_OI.numel() == 0:
+        return torch.zeros_like(a), torch.zeros_like(b)
+    if len(a) <= _ONE_READ:
+        db_Or, da_Ir = _gradients(p_OI, b, a.T, omega, scale, both=True)
+    else:
+        db_Or, _ = _gradients(p_OI, b, a.T, omega, scale, both=False)
+        da_Ir, _ = _gradients(p_OI.T, a.T, b, omega, scale, both=False)
+    return da_Ir.to(a.dtype).T.contiguous(), db_Or.to(b.dtype)
+
+
+def try_on(device: torch.device) -> None:
+    """Run every kernel once on very little, so that what does not work here shows."""
+    a, b = torch.zeros(1, 16, device=device), torch.zeros(16, 1, device=device)
+    sine_weight(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), a, b, 1.0, 1.0, torch.bfloat16)
+    factor_gradients(torch.zeros(16, 16, device=device), a, b, 1.0, 1.0)
+
+
+def _gradients(
+    p: Tensor, left: Tensor, right: Tensor, omega: float, scale: float, *, both: bool
+) -> tuple[Tensor, Tensor]:
+    """G `right`, (rows, r), and if `both` G^T `left`, (columns, r): G as above, of shape (rows, columns), in float32.
+
+    Each program adds up over some of the columns of its rows; for the second it writes the sum over its rows.
+    """
+    (rows, cols), r = p.shape, left.shape[1]
+    chunk, light = _chunk(r), r <= _ONE_READ and p.dtype != torch.float32
+    blocks, tiles = triton.cdiv(rows, _HIGH), triton.cdiv(cols, _NARROW)
+    each = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, blocks)))
+    splits = triton.cdiv(tiles, each)
+    lefts = torch.empty(splits, rows, r, device=p.device)
+    rights = torch.empty(blocks, cols, r, device=p.device) if both else lefts
+    with _on(p):
+        _gradient_kernel[(blocks, splits, triton.cdiv(r, chunk))](
+            p, left, right, lefts, rights,
+            rows, cols, r, *p.stride(), *left.stride(), *right.stride(), omega / pi, omega * scale, each,
+            BOTH=both, R=chunk, CHUNKS=triton.cdiv(r, chunk), HIGH=_HIGH, WIDE=_NARROW,
+            PRECISION=_precision(left, right), SUMS="tf32x3" if p.dtype == torch.float32 else "tf32",
+            num_warps=8, num_stages=2 if light else 1, maxnreg=128 if light else None, enable_fp_fusion=True,
+        )  # fmt: skip
+    return lefts.sum(0), rights.sum(0) if both else rights
+
+
+def _chunk(r: int) -> int:
+    """How many of the rank's components are worked on at a time: a power of 2 from 16, below which tensor cores do
+    not go, to 64, above which registers run out.
+    """
+    return min(64, max(16, triton.next_power_of_2(r)))
+
+
+def _precision(*factors: Tensor) -> str:
+    """The cheapest product of these factors that is exact to float32: 16-bit numbers are TF32 numbers already."""
+    return "tf32x3" if any(factor.dtype == torch.float32 for factor in factors) else "tf32"
+
+
+def _on(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current device, which need not be that of `x`."""
+    return torch.cuda.device_of(x) if x.device.type == "cuda" else nullcontext()
+
+
+@triton.jit
+def _weight_kernel(
+    base, a, b, out,
+    rows, cols, r, base_row, base_col, a_rank, a_col, b_row, b_rank, half_turns, scale,
+    ADD: tl.constexpr, CUT_BITS: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of W0 + scale sin(omega B A); `half_turns` is omega / pi."""
+    o = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+    i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    here = (o < rows)[:, None] & (i < cols)[None, :]
+    z = tl.zeros((HIGH, WIDE), tl.float32)
+    for part in range(CHUNKS):
+        k = part * R + tl.arange(0, R)
+        b_part = _tile(b, o, k, b_row, b_rank, rows, r)
+        z = tl.dot(b_part, _tile(a, k, i, a_rank, a_col, r, cols), z, input_precision=PRECISION)
+    update = scale * _wave(z * half_turns, False)
+    value = update
+    if ADD:
+        place = o.to(tl.int64)[:, None] * base_row + i.to(tl.int64)[None, :] * base_col
+        weight0 = tl.load(base + place, here, other=0.0)
+        value = update + weight0.to(out.dtype.element_ty).to(tl.float32)
+    if CUT_BITS > 0:
+        value = _cut(value, update, o, i, CUT_BITS)
+    tl.store(out + o.to(tl.int64)[:, None] * cols + i[None, :], value.to(out.dtype.element_ty), here)
+
+
+@triton.jit
+def _gradient_kernel(
+    p, left, right, lefts, rights,
+    rows, cols, r, p_row, p_col, left_row, left_rank, right_col, right_rank, half_turns, gain, each,
+    BOTH: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """For a block of rows the sum over `each` tiles of columns of G right, and if BOTH a tile's G^T left at a time.
+
+    `gain` is omega scale. The third axis of the grid is the chunk of the rank whose gradients are formed.
+    """
+    block, split = tl.program_id(0), tl.program_id(1)
+    row = block * HIGH + tl.arange(0, HIGH)
+    own = tl.program_id(2) * R + tl.arange(0, R)
+    own_left = _tile(left, row, own, left_row, left_rank, rows, r)
+    total = tl.zeros((HIGH, R), tl.float32)
+    for tile in range(split * each, min((split + 1) * each, tl.cdiv(cols, WIDE))):
+        col = tile * WIDE + tl.arange(0, WIDE)
+        own_right = _tile(right, col, own, right_col, right_rank, cols, r)
+        z = tl.zeros((HIGH, WIDE), tl.float32)
+        if CHUNKS == 1:
+            z = tl.dot(own_left, tl.trans(own_right), z, input_precision=PRECISION)
+        else:
+            for part in range(CHUNKS):
+                k = part * R + tl.arange(0, R)
+                left_part = _tile(left, row, k, left_row, left_rank, rows, r)
+                right_part = _tile(right, k, col, right_rank, right_col, r, cols)
+                z = tl.dot(left_part, right_part, z, input_precision=PRECISION)
+        here = (row < rows)[:, None] & (col < cols)[None, :]
+        place = row.to(tl.int64)[:, None] * p_row + col.to(tl.int64)[None, :] * p_col
+        g = tl.load(p + place, here, other=0.0).to(tl.float32) * _wave(z * half_turns, True)
+        total = tl.dot(g, own_right, total, input_precision=SUMS)
+        if BOTH:
+            sums = gain * tl.dot(tl.trans(g), own_left, input_precision=SUMS)
+            start = rights + block.to(tl.int64) * cols * r
+            tl.store(start + col[:, None] * r + own[None, :], sums, (col < cols)[:, None] & (own < r)[None, :])
+    start = lefts + split.to(tl.int64) * rows * r
+    tl.store(start + row[:, None] * r + own[None, :], gain * total, (row < rows)[:, None] & (own < r)[None, :])
+
+
+@triton.jit
+def _tile(start, i, j, i_stride, j_stride, i_end, j_end):
+    """The entries at places `i`, `j` of a factor in float32, 0 beyond its edges."""
+    here = (i < i_end)[:, None] & (j < j_end)[None, :]
+    return tl.load(start + i[:, None] * i_stride + j[None, :] * j_stride, here, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _wave(h, COSINE: tl.constexpr):
+    """sin(pi h), or cos(pi h).
+
+    Added to 1.5 * 2**23, h is rounded to a whole number, whose last bit says whether that many half turns are a
+    change of sign.
+    """
+    shifted = h + 12582912.0
+    f = tl.where(tl.abs(h) < 4194304.0, h - (shifted - 12582912.0), h - h)
+    q = f * f
+    if COSINE:
+        wave = 0.23493756353855133 + q * -0.024396715685725212
+        wave = 1.0 + q * (-4.934802055358887 + q * (4.058709144592285 + q * (-1.3352121114730835 + q * wave)))
+    else:
+        wave = -0.5980464220046997 + q * 0.07722225040197372
+        wave = f * (3.141592502593994 + q * (-5.1677069664001465 + q * (2.5500316619873047 + q * wave)))
+    sign = shifted.to(tl.uint32, bitcast=True) << 31
+    return (wave.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(value, update, o, i, BITS: tl.constexpr):
+    """Each number without the last BITS bits of its fraction, cut off after adding half of what they can be, or, where
+    the update is less than 16 steps, bits made from the number's place.
+    """
+    chance = _mixed(o)[:, None] + _mixed(i ^ 0x5BD1E995)[None, :]
+    chance = ((chance ^ (chance >> 16)) * 0x7FEB352D) >> (32 - BITS)
+    large = tl.abs(update) * (1 << (19 - BITS)) >= tl.abs(value)
+    bits = value.to(tl.uint32, bitcast=True) + tl.where(large, 1 << (BITS - 1), chance)
+    cut = (bits & (0x100000000 - (1 << BITS))).to(tl.float32, bitcast=True)
+    return tl.where(value == value, cut, value)  # noqa: PLR0124  a NaN's bits could become those of a number
+
+
+@triton.jit
+def _mixed(i):
+    """A 32-bit hash of each number: xor-shifts and products with odd constants."""
+    x = i.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
