@@ -1,5 +1,8 @@
 """The only place that knows how other libraries lay out a block."""
 
+from wellposed.families.attentions import ATTENTIONS as ATTENTIONS
+from wellposed.families.attentions import AttentionSite as AttentionSite
+from wellposed.families.attentions import attentions as attentions
 from wellposed.families.embeddings import EMBEDDINGS as EMBEDDINGS
 from wellposed.families.embeddings import PatchEmbedding as PatchEmbedding
 from wellposed.families.embeddings import embeddings as embeddings
@@ -11,12 +14,16 @@ from wellposed.families.finding import blocks as blocks
 from wellposed.families.finding import check_operable as check_operable
 from wellposed.families.finding import readable_name as readable_name
 from wellposed.families.finding import unwrapped as unwrapped
+from wellposed.families.huggingface import IMPLEMENTATION as IMPLEMENTATION
+from wellposed.families.layer_outputs import LayerOutput as LayerOutput
+from wellposed.families.layer_outputs import Trunk as Trunk
+from wellposed.families.layer_outputs import recorded as recorded
+from wellposed.families.surgery import LOG_GAIN as LOG_GAIN
 from wellposed.families.surgery import SitedModule as SitedModule
 from wellposed.families.surgery import Sites as Sites
 from wellposed.families.surgery import drop_compiled_code as drop_compiled_code
 from wellposed.families.surgery import library_class as library_class
 from wellposed.families.surgery import set_sites as set_sites
 from wellposed.families.surgery import sites_of as sites_of
-from wellposed.families.trunks import Trunk as Trunk
 from wellposed.families.trunks import keys_of as keys_of
 from wellposed.families.trunks import trunk as trunk

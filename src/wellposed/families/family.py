@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from wellposed.families.surgery import SitedModule, library_class
@@ -97,3 +98,17 @@ def class_path(module: nn.Module) -> str:
 def matrices(module: nn.Module, *names: str) -> tuple[Matrix, ...]:
     """The weights of the layers `names` of `module`."""
     return tuple(Matrix(module.get_submodule(name)) for name in names)
+
+
+def mask_and_bias(given: Tensor | None) -> dict[str, Any]:
+    """What can be seen, "mask", and what is added to the logits, "bias", of a mask for torch's fused attention.
+
+    Numbers below half of the lowest that the type has are a library's way to say that something cannot be seen.
+    """
+    if given is None:
+        return {"mask": None, "bias": None}
+    given = given[(None,) * (4 - given.ndim)]
+    if given.dtype == torch.bool:
+        return {"mask": given, "bias": None}
+    visible = given > torch.finfo(given.dtype).min / 2
+    return {"mask": visible, "bias": given.masked_fill(~visible, 0.0)}

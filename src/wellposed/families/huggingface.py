@@ -13,6 +13,10 @@ from wellposed.families.family import AttentionLayer, BlockWeights, Family, Matr
 from wellposed.families.surgery import SitedModule
 
 MODELS = "transformers.models"
+IMPLEMENTATION = "wellposed"
+"""What transformers knows our attention under, see `wellposed.families.interface`."""
+EXPOSED = "wp_exposed"
+"""The attribute of a layer under that implementation that is asked for its matrices."""
 
 
 class ViTLayer(SitedModule):
@@ -151,8 +155,15 @@ def _llama_weights(block: Any) -> BlockWeights:
 
 @contextmanager
 def _explicit(layer: Any) -> Iterator[None]:
-    """Fused kernels return no matrices; transformers' own, "eager" attention does."""
+    """Fused kernels return no matrices; transformers' own, "eager" attention does, and ours where it is asked to."""
     before = layer.config._attn_implementation
+    if before == IMPLEMENTATION:
+        vars(layer)[EXPOSED] = True
+        try:
+            yield
+        finally:
+            vars(layer).pop(EXPOSED, None)
+        return
     layer.config._attn_implementation = "eager"
     try:
         yield

@@ -11,10 +11,52 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+
+LOG_GAIN = "log_scale_bias"
+"""The parameter (H,) that an attention layer may have at its site; optimizers do not let a bias decay."""
+
+
+class Attending(Protocol):
+    """What may take the place of softmax(logit_scale q k^T) v in an attention layer.
+
+    `causal`: each row sees the keys up to its own, the last row all of them. `mask`: True for what can be seen, (B, M)
+    or to be broadcast to (B, H, N, M), as is `bias`, which is added to the logits. `log_gain`: the logarithm of a
+    factor for each head, (H,).
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        logit_scale: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        log_gain: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """What the heads return, (B, H, N, d)."""
+        ...
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        logit_scale: float,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        log_gain: Tensor | None = None,
+    ) -> Tensor:
+        """The matrices (B, H, N, M) by which it multiplies the values."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +69,8 @@ class Sites:
     """What is done to the pixel patches of every image, (B, N, channels x height x width), before they are embedded."""
     tokens: Callable[[Tensor], Tensor] | None = None
     """What is done to the embedded patches, (B, N, D), before position embedding and class token."""
+    attention: Attending | None = None
+    """What an attention layer computes from its queries, keys and values."""
 
 
 class SitedModule(nn.Module):
@@ -51,6 +95,18 @@ class SitedModule(nn.Module):
         if skip in self.wp_sites.cut:
             return branch
         return x + (branch if drop_path is None else drop_path(branch))
+
+    def wp_attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The site of attention: what stands there makes of queries, keys and values, (B, H, N, d)."""
+        site = self.wp_sites.attention
+        assert site is not None
+        return site(q, k, v, log_gain=getattr(self, LOG_GAIN, None), **options)
+
+    def wp_attention_weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        """The matrices (B, H, N, M) of what stands at the site of attention."""
+        site = self.wp_sites.attention
+        assert site is not None
+        return site.weights(q, k, log_gain=getattr(self, LOG_GAIN, None), **options)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Pickle and deepcopy by what the class was made from: it has no importable name of its own."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import UnsuitableModelError
-from wellposed.families.family import AttentionLayer, BlockWeights, Family, Matrix, class_path, matrices
-from wellposed.families.surgery import SitedModule
+from wellposed.families.family import AttentionLayer, BlockWeights, Family, Matrix, class_path, mask_and_bias, matrices
+from wellposed.families.surgery import SitedModule, sites_of
 
 ATTENTION = "timm.layers.attention.Attention"
 
@@ -78,11 +78,14 @@ def _keeping_qkv(layer: Any) -> Iterator[None]:
 
 def _vit_attention(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> Tensor:
     q, k, _ = _heads(layer, vars(layer).pop("wp_qkv"))
-    logits = layer.q_norm(q) * layer.scale @ layer.k_norm(k).mT
-    mask = options.get("attn_mask")
+    q, k, mask, causal = layer.q_norm(q), layer.k_norm(k), options.get("attn_mask"), bool(options.get("is_causal"))
+    if sites_of(layer).attention is not None:
+        how = mask_and_bias(None if causal else mask)
+        return layer.wp_attention_weights(q, k, logit_scale=layer.scale, causal=causal, **how)
+    logits = q * layer.scale @ k.mT
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    if options.get("is_causal"):
+    if causal:
         logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
     return logits.softmax(-1)
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellposed.attention.replacing import read_attention, replay_attention
 from wellposed.errors import ModelFileError, UnsuitableModelError
 from wellposed.families import library_class
+from wellposed.lowrank.factorize import read_factorizations, replay_factorization
 from wellposed.recipes import timm_models, transformers_models
 
 Origin = dict[str, Any]
@@ -43,6 +45,10 @@ def origin(model: nn.Module, model_args: dict[str, Any] | None = None) -> Origin
         raise UnsuitableModelError(f"the model's arguments do not fit into JSON ({error}): {described}") from error
     with torch.device("meta"):
         rebuilt = build(described)
+        for entry in read_factorizations(model):
+            replay_factorization(rebuilt, **entry)
+        for entry in read_attention(model):
+            replay_attention(rebuilt, **entry)
     difference = _first_difference(model, rebuilt)
     if difference:
         raise UnsuitableModelError(

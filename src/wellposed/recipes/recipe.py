@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from wellposed.attention.replacing import read_attention, replay_attention
 from wellposed.errors import ModelFileError, RecipeMismatchError, WellposedError
 from wellposed.families import unwrapped
 from wellposed.graying.tokens import gray_tokens, read_grayings
+from wellposed.lowrank.factorize import read_factorizations, replay_factorization
 from wellposed.skipless.conditioning import forget_conditioning, note_conditioning, read_conditioning
 from wellposed.skipless.skips import cut_skips, read_cuts
 
@@ -32,6 +34,8 @@ class Change:
 CHANGES = {
     "cut_skips": Change(read_cuts, cut_skips, changes_forward=True),
     "gray_tokens": Change(read_grayings, gray_tokens, changes_forward=True),
+    "factorize": Change(read_factorizations, replay_factorization, changes_forward=True),
+    "use_attention": Change(read_attention, replay_attention, changes_forward=True),
     "condition_": Change(read_conditioning, note_conditioning, changes_forward=False),
 }
 

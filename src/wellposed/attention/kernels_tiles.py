@@ -1,0 +1,92 @@
+"""How the kernels of element-wise attention cut their work: the sizes that were fastest on an H200.
+
+Fixed rather than found at run time, so that the order of every sum, and with it the last bits, is the same in each run.
+`wellposed bench attention --tune` measures the candidates again.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kernel = Literal["forward", "queries", "keys"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of one launch."""
+
+    bm: int
+    """Queries in a tile."""
+    bn: int
+    """Keys in a tile."""
+    warps: int
+    stages: int
+    """Tiles on their way from memory at a time."""
+
+    def __str__(self) -> str:
+        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages"
+
+
+INTERPRETED = Tiles(32, 16, 4, 1)
+"""In Triton's interpreter, where small tiles make small inputs have several of them."""
+
+_HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
+    ("forward", 32): (Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
+    ("forward", 64): (
+        *(
+            Tiles(128, 64, 4, 3),
+            Tiles(128, 128, 8, 3),
+            Tiles(64, 128, 4, 3),
+            Tiles(128, 64, 4, 2),
+            Tiles(128, 64, 4, 4),
+        ),
+        *(Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
+    ),
+    ("forward", 128): (
+        *(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3)),
+        *(Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    ),
+    ("queries", 32): (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
+    ("queries", 64): (
+        *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(64, 128, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2)),
+        *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    ),
+    ("queries", 128): (
+        *(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3)),
+        *(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    ),
+    ("keys", 32): (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2)),
+    ("keys", 64): (
+        *(Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 3), Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        *(Tiles(32, 128, 8, 3), Tiles(32, 64, 4, 2)),
+    ),
+    ("keys", 128): (
+        *(Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 3), Tiles(32, 64, 4, 2)),
+        *(Tiles(64, 64, 8, 2), Tiles(32, 32, 4, 2)),
+    ),
+}
+_SINGLE: dict[tuple[Kernel, int], Tiles] = {
+    ("forward", 32): Tiles(64, 64, 4, 2),
+    ("forward", 64): Tiles(64, 32, 4, 2),
+    ("forward", 128): Tiles(64, 32, 8, 2),
+    ("queries", 32): Tiles(64, 64, 4, 2),
+    ("queries", 64): Tiles(64, 32, 4, 2),
+    ("queries", 128): Tiles(64, 16, 8, 2),
+    ("keys", 32): Tiles(32, 64, 4, 2),
+    ("keys", 64): Tiles(32, 64, 8, 2),
+    ("keys", 128): Tiles(16, 64, 8, 2),
+}
+"""For float32: three products of TF32 for one need the registers that larger tiles would."""
+_SMALLEST = Tiles(16, 16, 4, 1)
+WIDTHS = (32, 64, 128)
+"""Of heads, for which there are tiles; others are rounded up."""
+
+
+def candidates(kernel: Kernel, width: int, *, single: bool) -> tuple[Tiles, ...]:
+    """What may be used for heads so wide, the best first; later ones need less of the device.
+
+    Args:
+        kernel: which of the three.
+        width: one of WIDTHS.
+        single: for float32; otherwise for bfloat16 and float16.
+    """
+    return (_SINGLE[kernel, width], _SMALLEST) if single else (*_HALF[kernel, width], _SMALLEST)
