@@ -315,7 +315,7 @@ def test_a_broken_file_is_named_and_can_be_mended(workers: int, photographs: Pat
     data = open_data(f"folder:{photographs}", image_size=16)
     loader = WorkerLoader(data, 2, workers=workers, augment=EVERYTHING)
     read: Batches = []
-    with pytest.raises(DataError, match=r"5\.png cannot be read: [^\n]*$") as caught:
+    with pytest.raises(DataError, match=r"5\.png cannot be read as a picture: [^\n]*$") as caught:
         read.extend(loader)
     assert type(caught.value) is DataError
     assert "Traceback" not in str(caught.value)

@@ -8,6 +8,7 @@ import torch
 from wellposed.data.cifar import read_cifar
 from wellposed.data.folder import read_folder
 from wellposed.data.images import Dataset, ImageSet
+from wellposed.data.pets import read_pets
 from wellposed.data.shapes import make_shapes
 from wellposed.errors import DataError, InvalidArgumentError
 
@@ -16,6 +17,7 @@ SETS = {
     "digits": "scikit-learn's scanned digits, 8 x 8",
     "cifar10": "cifar10:PATH, the official binary files (plain, .gz, .xz) or torchvision's folder",
     "cifar100": "cifar100:PATH, likewise",
+    "pet": "pet:PATH, the Oxford-IIIT pets by breed: images/ and annotations/",
     "folder": "folder:PATH, with PATH/train/CLASS/*.jpg and PATH/val/CLASS/*.jpg",
 }
 _SHAPES_COUNT = {"train": 10_000, "test": 2_000}
@@ -28,7 +30,8 @@ def open_data(spec: str, split: str = "train", image_size: int | None = None) ->
     Args:
         spec: one of `SETS`, with a path where the set lies on disk. Nothing is downloaded.
         split: "train" or "test".
-        image_size: pixels a side, for sets that have no size of their own: shapes (32 by default) and folder (224).
+        image_size: pixels a side, for sets that have no size of their own: shapes (32 by default), pet and folder
+            (224).
     """
     name, _, path = spec.partition(":")
     if name not in SETS:
@@ -46,6 +49,7 @@ def open_data(spec: str, split: str = "train", image_size: int | None = None) ->
         "digits": lambda: read_digits(split),
         "cifar10": lambda: read_cifar(name, _existing(spec, path), split),
         "cifar100": lambda: read_cifar(name, _existing(spec, path), split),
+        "pet": lambda: read_pets(_existing(spec, path), split, image_size or 224),
         "folder": lambda: read_folder(_existing(spec, path), split, image_size or 224),
     }
     return readers[name]()

@@ -24,7 +24,7 @@ from wellposed.evaluation.labelled import Labelled
 from wellposed.families import trunk
 from wellposed.runs import atomic_path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEADER = "wellposed features"
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -39,13 +39,20 @@ class Result(Protocol):
 
 R = TypeVar("R", bound=Result)
 
+ON_DISK = "features:"
+# What features on disk have already settled.
+_SETTLED = {
+    *("data", "split", "count", "limit", "kind", "pool", "layers", "on_error", "workers"),
+    *("checkpoint", "checkpoints", "model_args", "image_size", "cache"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(ABC, Generic[R]):
     """One way to ask what features know."""
 
     model: str = ""
-    """A timm name, a folder of wellposed's or HuggingFace's, a run or one of its checkpoints."""
+    """A timm name, a folder of wellposed's or HuggingFace's, a run or one of its checkpoints; or features:FOLDER."""
     data: str = ""
     """The set."""
     checkpoints: Path | None = None
@@ -68,6 +75,8 @@ class Evaluation(ABC, Generic[R]):
 
     def run(self) -> "R | Curve":
         """Evaluate the model, or every checkpoint, and write what was found where `out` says."""
+        if self.model.startswith(ON_DISK):
+            return self._stored(Path(self.model.removeprefix(ON_DISK)))
         self.check()
         if self.checkpoints is not None:
             return self._through(self.checkpoints)
@@ -76,16 +85,16 @@ class Evaluation(ABC, Generic[R]):
                 "model: expected a timm name, a folder with a model or a run; or checkpoints, a folder of them"
             )
         backbone = self.opened()
-        for folder in (self.out, getattr(self, "cache", None)):  # before the work, not after it
-            if folder is not None:
-                with writing_to(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-        result = self.evaluate(backbone)
-        return result if self.out is None else result.written(self.out)
+        self._make_folders()
+        return self._written(self.evaluate(backbone))
 
     @abstractmethod
     def evaluate(self, backbone: "Backbone") -> R:
         """What the features of `backbone` know."""
+
+    @abstractmethod
+    def evaluate_stored(self, folder: Path) -> R:
+        """What the features in `folder` know."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError where a value lies outside what it is defined for."""
@@ -113,6 +122,27 @@ class Evaluation(ABC, Generic[R]):
             data=self.data,
             seed=getattr(self, "seed", 0),
         )
+
+    def _stored(self, folder: Path) -> R:
+        for one in fields(self):
+            default = one.default_factory() if callable(one.default_factory) else one.default
+            if one.name in _SETTLED and getattr(self, one.name) != default:
+                raise InvalidArgumentError(f"{one.name}: not with {self.model}, which has its own")
+        replace(self, data=self.data or ON_DISK).check()
+        if not folder.is_dir():
+            raise InvalidArgumentError(f"model={self.model}: there is no such folder")
+        self._make_folders()
+        return self._written(self.evaluate_stored(folder))
+
+    def _make_folders(self) -> None:
+        """Before the work, not after it."""
+        for folder in (self.out, getattr(self, "cache", None)):
+            if folder is not None:
+                with writing_to(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+
+    def _written(self, result: R) -> R:
+        return result if self.out is None else result.written(self.out)
 
     def _through(self, folder: Path) -> "Curve":
         from wellposed.evaluation.cache import folder_fingerprint

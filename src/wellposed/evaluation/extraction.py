@@ -32,7 +32,8 @@ def open_for(backbone: Backbone, spec: str, split: str) -> Dataset:
     `shapes` are drawn at 64 pixels at most; `extract` enlarges them.
     """
     name = spec.partition(":")[0]
-    sizes = {"folder": backbone.image_size, "shapes": min(backbone.image_size, _LARGEST_SHAPES)}
+    own = backbone.image_size
+    sizes = {"folder": own, "pet": own, "shapes": min(own, _LARGEST_SHAPES)}
     return open_data(spec, split, sizes.get(name))
 
 
@@ -54,7 +55,7 @@ def extract(
         data: images of one size; those of another size than the backbone's are resized to it.
         layers: which blocks, from 0; negative ones count from the end; None for all.
         kind: outputs of the blocks, or keys of their attention.
-        pool: what stands for an image: the class token where the model's head reads one, else the mean; or the mean.
+        pool: what stands for an image: what the model's head reads (class token, mean, ...); or the patches' mean.
         batch_size: images that go through the model together.
         workers: processes that read a set which is not in memory.
         on_error: end at an image that cannot be read, or name, count and leave it out.

@@ -110,8 +110,6 @@ def read_features(folder: Path) -> dict[str, tuple[Labelled, Labelled]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not folder.is_dir():
-        raise DataError(f"features:{folder}: there is no such folder")
     parts = []
     for split in ("train", "test"):
         path = folder / f"{split}.safetensors"
@@ -134,7 +132,7 @@ def read_features(folder: Path) -> dict[str, tuple[Labelled, Labelled]]:
             Labelled.checked(f"{name} of train", train[name], train["labels"]),
             Labelled.checked(f"{name} of test", test[name], test["labels"]),
         )
-        for name in sorted(train.keys() - {"labels"}, key=_by_number)
+        for name in sorted(train.keys() - {"labels"}, key=by_number)
     }
 
 
@@ -152,6 +150,7 @@ def write_features(folder: Path, layers: Mapping[str, tuple[Labelled, Labelled]]
             save_file({**tensors, "labels": labels}, temporary)
 
 
-def _by_number(name: str) -> tuple[int, str]:
+def by_number(name: str) -> tuple[int, str]:
+    """Sorts names of layers by the number in them."""
     digits = "".join(character for character in name if character.isdigit())
     return (int(digits) if digits else -1, name)

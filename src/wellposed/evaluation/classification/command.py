@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from wellposed.evaluation.backbones import Backbone
-    from wellposed.evaluation.curves import Curve
     from wellposed.evaluation.labelled import Accuracy, Labelled
 
-_ON_DISK = "features:"
 _COLOURS = ("#2166ac", "#b2182b", "#1b7837", "#762a83", "#e08214", "#666666")
 _RESULTS, _CURVE = "results.json", "layers.png"
 Layers = Mapping[str, tuple["Labelled", "Labelled"]]
@@ -113,38 +111,20 @@ class Classification:
 class _Classify(Evaluation[Classification]):
     """What both commands take."""
 
-    model: str = ""
-    """A timm name, a folder of wellposed's or HuggingFace's, a run or a checkpoint of one; or features:FOLDER."""
     data: str = ""
-    """shapes, digits, cifar10:PATH, cifar100:PATH or folder:PATH; none with features:FOLDER."""
+    """shapes, digits, cifar10:PATH, cifar100:PATH, pet:PATH or folder:PATH; none with features:FOLDER."""
     out: Path | None = None
     """Write results.json, and a curve over the layers if there are several, into this folder."""
     kind: Literal["tokens", "keys"] = "tokens"
     """Outputs of the blocks, or the keys of their attention."""
     pool: Literal["summary", "mean"] = "summary"
-    """What stands for an image: the class token where the model's head reads one, else the mean; or the mean."""
+    """What stands for an image: what the model's head reads (class token, mean, ...); or the patches' mean."""
     cache: Path | None = None
     """Keep features in this folder, and take from it those that are there."""
     workers: int = 4
     """Processes that read images of sets which do not fit in memory."""
     on_error: Literal["raise", "skip"] = "raise"
     """End at an image that cannot be read, or name, count and leave it out."""
-
-    def run(self) -> "Classification | Curve":
-        """Classify the test set, with one model or with every checkpoint."""
-        if not self.model.startswith(_ON_DISK):
-            return super().run()
-        from wellposed.evaluation.labelled import read_features
-        from wellposed.runs import device_named
-
-        idle = ("data", "checkpoint", "checkpoints", "model_args", "image_size", "cache")
-        given = [name for name in idle if getattr(self, name)]
-        if given or self.layers != (-1,):
-            raise InvalidArgumentError(f"{', '.join(given or ['layers'])}: not with {self.model}, which has its own")
-        replace(self, data="features").check()
-        layers = read_features(Path(self.model.removeprefix(_ON_DISK)))
-        result = self._classified(layers, device_named(self.device), self.model, "")
-        return result if self.out is None else result.written(self.out)
 
     def evaluate(self, backbone: "Backbone") -> Classification:
         """Classify the test set by the features of `backbone`."""
@@ -158,6 +138,13 @@ class _Classify(Evaluation[Classification]):
         layers = {str(layer): (train[layer], test[layer]) for layer in train}
         where = f"{self.kind} of blocks, {self.pool}; "
         return self._classified(layers, backbone.device, self.model or backbone.name, where)
+
+    def evaluate_stored(self, folder: Path) -> Classification:
+        """Classify the test set by the features in `folder`."""
+        from wellposed.evaluation.labelled import read_features
+        from wellposed.runs import device_named
+
+        return self._classified(read_features(folder), device_named(self.device), self.model, "")
 
     def _classified(self, layers: Layers, device: "torch.device", model: str, where: str) -> Classification:
         from wellposed.runs import provenance

@@ -1,5 +1,6 @@
 """`wellposed evaluate discover`: objects found in the pictures of a set, and how often they are the true ones."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,8 +24,6 @@ class DiscoverResult:
     pictures: int
     """That have an object and could be read; the numbers are over these."""
     without_objects: int
-    skipped: tuple[str, ...]
-    """What was wrong with each picture that could not be read."""
     protocol: str
     corloc: dict[str, float]
     """Of each block."""
@@ -34,6 +33,8 @@ class DiscoverResult:
     """CorLoc of the box in its middle, of its aspect and half its area."""
     milliseconds: float
     """Of `discover` alone, for one picture and one block, within its batch."""
+    skipped: tuple[str, ...] = ()
+    """What was wrong with each picture that could not be read."""
     facts: dict[str, str] = field(default_factory=dict)
     found: "tuple[Found, ...]" = field(default=(), repr=False, compare=False)
     """What was found in each picture."""
@@ -97,12 +98,9 @@ class DiscoverConfig(Evaluation[DiscoverResult]):
 
     def evaluate(self, backbone: "Backbone") -> DiscoverResult:
         """Find an object in every picture, and compare it with the true boxes."""
-        import torch
-
         from wellposed.data.boxes import open_boxes
         from wellposed.data.pictures import Readings
-        from wellposed.evaluation.discovery.corloc import corloc
-        from wellposed.evaluation.discovery.finding import middle_boxes, objects_in, whole_boxes
+        from wellposed.evaluation.discovery.finding import objects_in
         from wellposed.evaluation.features import chosen_layers
         from wellposed.families import trunk
 
@@ -119,26 +117,65 @@ class DiscoverConfig(Evaluation[DiscoverResult]):
             keep=self.show if self.out is not None else 0,
             readings=readings,
         )
-        counted = [one for one in found if len(one.truths)]
-        if not counted:
-            problems = f"; the first of {len(readings.problems)}: {readings.problems[0]}" if readings.problems else ""
-            raise DataError(f"no picture of {data.name} can be read and has an object{problems}")
-        truths = [one.truths for one in counted]
-        return DiscoverResult(
+        size = f"resized to {self.image_size} px squares" if self.image_size else "pictures at their own size"
+        return self._result(
+            found,
+            [f"block {layer}" for layer in layers],
             model=backbone.name,
             data=data.name,
+            protocol=f"{self.kind} of the block, tau {self.tau}, {size}",
+            skipped=tuple(readings.problems),
+            facts=provenance(backbone.device, seed=0),
+        )
+
+    def evaluate_stored(self, folder: Path) -> DiscoverResult:
+        """Find an object in every image by the features in `folder`, and compare it with the boxes beside them."""
+        from wellposed.evaluation.discovery.finding import objects_stored
+        from wellposed.evaluation.stored import read_patches
+        from wellposed.runs import device_named
+
+        stored, device = read_patches(folder, "test", "boxes", "size"), device_named(self.device)
+        found = objects_stored(
+            stored,
+            tau=self.tau,
+            batch_size=self.batch_size,
+            device=device,
+            keep=self.show if self.out is not None else 0,
+        )
+        return self._result(
+            found,
+            list(stored.layers),
+            model=self.model,
+            data="its images",
+            protocol=f"features as they are stored, tau {self.tau}",
+            facts=provenance(device, seed=0),
+        )
+
+    def _result(
+        self, found: "Sequence[Found]", blocks: Sequence[str], *, protocol: str, **about: Any
+    ) -> DiscoverResult:
+        import torch
+
+        from wellposed.evaluation.discovery.corloc import corloc
+        from wellposed.evaluation.discovery.finding import middle_boxes, whole_boxes
+
+        counted = [one for one in found if len(one.truths)]
+        if not counted:
+            problems = about.get("skipped", ())
+            first = f"; the first of {len(problems)}: {problems[0]}" if problems else ""
+            raise DataError(f"no picture of {about['data']} can be read and has an object{first}")
+        truths = [one.truths for one in counted]
+        return DiscoverResult(
+            **about,
             pictures=len(counted),
             without_objects=len(found) - len(counted),
-            skipped=tuple(readings.problems),
-            protocol=self._protocol(),
+            protocol=f"{protocol}, IoU >= 0.5 with any true box",
             corloc={
-                f"block {layer}": corloc(torch.stack([one.boxes[i] for one in counted]), truths)
-                for i, layer in enumerate(layers)
+                block: corloc(torch.stack([one.boxes[i] for one in counted]), truths) for i, block in enumerate(blocks)
             },
             whole_picture=corloc(whole_boxes(counted), truths),
             middle=corloc(middle_boxes(counted), truths),
-            milliseconds=1e3 * sum(one.seconds for one in found) / (len(found) * len(layers)),
-            facts=provenance(backbone.device, seed=0),
+            milliseconds=1e3 * sum(one.seconds for one in found) / (len(found) * len(blocks)),
             found=tuple(counted),
         )
 
@@ -151,7 +188,3 @@ class DiscoverConfig(Evaluation[DiscoverResult]):
                 raise InvalidArgumentError(f"{name}={value}: expected at least {0 if name == 'show' else 1}")
         if not -1 <= self.tau < 1:
             raise InvalidArgumentError(f"tau={self.tau}: expected a cosine, at least -1 and below 1")
-
-    def _protocol(self) -> str:
-        size = f"resized to {self.image_size} px squares" if self.image_size else "pictures at their own size"
-        return f"{self.kind} of the block, tau {self.tau}, {size}, IoU >= 0.5 with any true box"

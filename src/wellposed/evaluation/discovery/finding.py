@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 from wellposed.data.boxes import BoxedPicture
 from wellposed.data.pictures import Readings
+from wellposed.errors import DataError
 from wellposed.evaluation.backbones import Backbone
 from wellposed.evaluation.discovery.tokencut import discover
 from wellposed.evaluation.features import Kind
+from wellposed.evaluation.stored import StoredPatches
 from wellposed.families import trunk
 from wellposed.runs import tracked
 
@@ -41,6 +43,7 @@ class _Waiting:
     """A picture that was read and waits for others of its size."""
 
     index: int
+    name: str
     picture: Tensor
     fitted: Tensor
     truths: Tensor
@@ -74,29 +77,67 @@ def objects_in(
         keep: for so many of them, from all over the set, keep what is needed to show them.
         readings: what to do with those that cannot be read; the first ends it all if None.
     """
-    kept = {i * len(pictures) // min(keep, len(pictures)) for i in range(min(keep, len(pictures)))}
+    kept = _kept(keep, len(pictures))
     found: dict[int, Found] = {}
     for batch in _batches(pictures, backbone, image_size, batch_size, readings or Readings()):
         features = backbone.features(torch.stack([one.fitted for one in batch]), layers, kind)
-        start = time.perf_counter()
-        cuts = [discover(layer.patches_BND, layer.grid, tau) for layer in features]
-        boxes_LB4 = torch.stack([cut.boxes for cut in cuts]).cpu()  # waits for the device
-        seconds = (time.perf_counter() - start) / len(batch)
-        for i, one in enumerate(batch):
-            height, width = one.picture.shape[1:]
-            grids = [cut.masks.shape[1:] for cut in cuts]
-            boxes = [_pixels(box, grid, one) for box, grid in zip(boxes_LB4[:, i], grids, strict=True)]
-            shown = one.index in kept
-            found[one.index] = Found(
-                name=pictures[one.index].name,
-                size=(height, width),
-                truths=one.truths,
-                boxes=torch.stack(boxes),
-                seconds=seconds,
-                picture=one.picture if shown else None,
-                maps=tuple(_spread(cut.eigenvectors[i].view(cut.masks.shape[1:]), one) for cut in cuts if shown),
-            )
+        found |= _cut(batch, [(layer.patches_BND, layer.grid) for layer in features], tau, kept)
     return [found[index] for index in sorted(found)]
+
+
+def objects_stored(
+    stored: StoredPatches, *, tau: float, batch_size: int, device: torch.device, keep: int = 0
+) -> list[Found]:
+    """`objects_in` for features on disk, with boxes and size beside them, and images if any are to be kept."""
+    height, width = stored.beside["size"].tolist()
+    images = stored.beside.get("images")
+    if images is not None and images.shape[2:] != (height, width):
+        raise DataError(f"images are {tuple(images.shape[2:])} and size is {(height, width)}: expected the same")
+    pictures = torch.empty(1, 1, 1, 1).expand(len(stored), 3, height, width) if images is None else images
+    kept = set() if images is None else _kept(keep, len(stored))
+    found: dict[int, Found] = {}
+    for start in tracked(range(0, len(stored), batch_size), "cutting"):
+        batch = [
+            _Waiting(i, str(i), pictures[i], pictures[i], _with_area(stored.beside["boxes"][i]), (height, width))
+            for i in range(start, min(start + batch_size, len(stored)))
+        ]
+        each = (layer[start : start + batch_size].to(device) for layer in stored.layers.values())
+        layers = [(patches.flatten(1, 2), (patches.shape[1], patches.shape[2])) for patches in each]
+        found |= _cut(batch, layers, tau, kept)
+    return list(found.values())
+
+
+def _kept(keep: int, count: int) -> set[int]:
+    return {i * count // min(keep, count) for i in range(min(keep, count))}
+
+
+def _with_area(boxes_K4: Tensor) -> Tensor:
+    return boxes_K4[(boxes_K4[:, 2:] > boxes_K4[:, :2]).all(1)]
+
+
+def _cut(
+    batch: Sequence[_Waiting], layers: Sequence[tuple[Tensor, tuple[int, int]]], tau: float, kept: set[int]
+) -> dict[int, Found]:
+    """What `discover` finds in the pictures of a batch, whose features (B, N, D) are given for each layer."""
+    start = time.perf_counter()
+    cuts = [discover(patches_BND, grid, tau) for patches_BND, grid in layers]
+    boxes_LB4 = torch.stack([cut.boxes for cut in cuts]).cpu()  # waits for the device
+    seconds = (time.perf_counter() - start) / len(batch)
+    found = {}
+    for i, one in enumerate(batch):
+        grids = [cut.masks.shape[1:] for cut in cuts]
+        boxes = [_pixels(box, grid, one) for box, grid in zip(boxes_LB4[:, i], grids, strict=True)]
+        shown = one.index in kept
+        found[one.index] = Found(
+            name=one.name,
+            size=(one.picture.shape[1], one.picture.shape[2]),
+            truths=one.truths,
+            boxes=torch.stack(boxes),
+            seconds=seconds,
+            picture=one.picture if shown else None,
+            maps=tuple(_spread(cut.eigenvectors[i].view(cut.masks.shape[1:]), one) for cut in cuts if shown),
+        )
+    return found
 
 
 def whole_boxes(found: Sequence[Found]) -> Tensor:
@@ -139,7 +180,9 @@ def _batches(
         else:
             fitted = resize(picture, [image_size, image_size], antialias=True)
             covered = picture.shape[1], picture.shape[2]
-        waiting.setdefault(fitted.shape, []).append(_Waiting(index, picture, fitted, truths, covered))
+        waiting.setdefault(fitted.shape, []).append(
+            _Waiting(index, pictures[index].name, picture, fitted, truths, covered)
+        )
         most = max(waiting, key=lambda size: len(waiting[size]))
         too_many = sum(map(len, waiting.values())) > 16 * batch_size  # many sizes, and few pictures of each
         if len(waiting[most]) == batch_size or too_many:

@@ -66,7 +66,7 @@ def _of_data(data: str, count: int, size: int) -> Iterator[tuple[str, Callable[[
     if data == "shapes":  # made for these few images: the whole set would be gigabytes at the size of some models
         dataset: Dataset = make_shapes(count, size, seed=1)
     else:
-        dataset = open_data(data, "test", size if data.startswith("folder:") else None)
+        dataset = open_data(data, "test", size if data.startswith(("folder:", "pet:")) else None)
     for i in spread(range(len(dataset)), count):
         yield f"{dataset.name} {i}", partial(_image, dataset, i)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from wellposed.errors import InvalidArgumentError
+from wellposed.evaluation.command import ON_DISK
 
 if TYPE_CHECKING:
     from wellposed.evaluation.pictures.showing import PcaResult
@@ -15,9 +16,10 @@ class PcaConfig:
     """Patch features as pictures: three principal components of a layer as red, green and blue."""
 
     model: str
-    """A timm name, a folder of wellposed's, a run or one of its checkpoints, or a HuggingFace folder."""
+    """A timm name, a folder of wellposed's, a run or one of its checkpoints, a HuggingFace folder, or features:FOLDER
+    with patch features of the images that are beside them."""
     other: str | None = None
-    """Another model, shown beside it in the same colours."""
+    """Another model, shown beside it in the same colours; or features:FOLDER of the same images."""
     images: tuple[Path, ...] = ()
     """Pictures, or folders of them. Each is cropped at its centre to a square and resized."""
     data: str | None = None
@@ -68,5 +70,16 @@ class PcaConfig:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.other is None and (self.other_checkpoint is not None or self.other_args):
             raise InvalidArgumentError("other_checkpoint and other_args: expected them with --other, the model's name")
+        stored = [source.startswith(ON_DISK) for source in (self.model, self.other) if source is not None]
+        if any(stored):
+            settled = ("images", "data", "layers", "image_size", "checkpoint", "model_args")
+            given = [name for name in settled if getattr(self, name) not in (None, (), {})]
+            if given or not all(stored) or self.kind != "tokens":
+                what = ", ".join(given) or ("model and other" if not all(stored) else "kind")
+                raise InvalidArgumentError(f"{what}: features on disk are shown as they are, and beside others on disk")
+        if self.image_size is not None and self.image_size < 1:
+            raise InvalidArgumentError(f"image_size={self.image_size}: expected at least 1")
+        if self.layers is not None and not self.layers:
+            raise InvalidArgumentError("layers: expected at least one block, or none named for four of them")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise InvalidArgumentError(f"out={self.out} is a file; expected a folder, or a name that is free")

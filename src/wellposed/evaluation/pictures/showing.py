@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from wellposed.data.pictures import Readings
+from wellposed.errors import DataError
 from wellposed.evaluation.backbones import Backbone, open_backbone
+from wellposed.evaluation.command import ON_DISK
 from wellposed.evaluation.features import chosen_layers
-from wellposed.evaluation.pictures.chosen_images import chosen_images, squared
+from wellposed.evaluation.pictures.chosen_images import chosen_images, spread, squared
 from wellposed.evaluation.pictures.command import PcaConfig
 from wellposed.evaluation.pictures.pca import PcaScores, pca_scores
+from wellposed.evaluation.stored import read_patches
 from wellposed.families import trunk
 from wellposed.reporting import Section, page, text_table
 from wellposed.reporting.contact_sheet import Group, Pixels, contact_sheet, picture_panel
-from wellposed.runs import atomic_path, provenance, tracked, writing_to
+from wellposed.runs import atomic_path, device_named, provenance, tracked, writing_to
 
 PNG, HTML = "pca.png", "pca.html"
 _LAYERS = 4  # where none are named
@@ -32,19 +35,18 @@ class PcaResult:
     html: Path
     images: tuple[str, ...]
     """Names of the images, from the top."""
-    explained: dict[str, dict[int, float]]
+    explained: dict[str, dict[str, float]]
     """For each model and block, the fraction of the features' variance that the three components hold."""
     skipped: tuple[str, ...]
     """What was wrong with each picture that could not be read."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
-        explained = {name: {str(layer): value for layer, value in own.items()} for name, own in self.explained.items()}
         return {
             "png": str(self.png),
             "html": str(self.html),
             "images": list(self.images),
-            "explained": explained,
+            "explained": self.explained,
             "skipped": list(self.skipped),
         }
 
@@ -58,26 +60,24 @@ class PcaResult:
 
 def shown(config: PcaConfig) -> PcaResult:
     """Look at the images through the model, or both, and write the sheet and the page."""
-    opened = [_opened(config, config.model, config.checkpoint, config.model_args)]
-    if config.other is not None:
-        opened.append(_opened(config, config.other, config.other_checkpoint, config.other_args))
-    size, readings = max(backbone.image_size for backbone in opened), Readings(config.on_error)
-    images, names = chosen_images(config.images, config.data or "shapes", config.count, size, readings)
-    layers = [_layers(config, backbone) for backbone in opened]
+    device, readings = device_named(config.device), Readings(config.on_error)
+    out = config.out or Path("runs") / f"pca-{Path(config.model).name}"
+    on_disk = config.model.startswith(ON_DISK)
+    images, names, seen = _stored(config, device) if on_disk else _looked_at(config, readings)
     scores: list[PcaScores] = []
-    for backbone, own in zip(opened, layers, strict=True):
-        scores.append(_scores(config, backbone, images, own, like=scores[0] if scores else None))
-    titles = _titles([backbone.name for backbone in opened], [config.model, config.other or ""])
+    for one in seen:
+        like = scores[0] if scores else None
+        scores.append(pca_scores(one.patches, one.grids, foreground=config.foreground, like=like))
+    titles = _titles([one.name for one in seen], [config.model, config.other or ""])
     groups = [Group("image", [""], [[_pixels(image)] for image in images])]
-    groups += [_group(*each) for each in zip(titles, layers, scores, strict=True)]
+    groups += [_group(title, one.layers, own) for title, one, own in zip(titles, seen, scores, strict=True)]
     explained = {
-        title: dict(zip(own, found.explained.sum(1).tolist(), strict=True))
-        for title, own, found in zip(titles, layers, scores, strict=True)
+        title: dict(zip(one.layers, own.explained.sum(1).tolist(), strict=True))
+        for title, one, own in zip(titles, seen, scores, strict=True)
     }
-    out = config.out or Path("runs") / f"pca-{opened[0].name}"
     result = PcaResult(out / PNG, out / HTML, tuple(names), explained, tuple(readings.problems))
     sheet = contact_sheet(groups, names, config.upsampling)
-    text = _page(config, groups, result, provenance(opened[0].device, seed=config.seed))
+    text = _page(config, groups, result, provenance(device, seed=config.seed))
     with writing_to(out):
         with atomic_path(result.png) as file:
             sheet.save(file, "PNG", optimize=True)
@@ -98,20 +98,56 @@ def _opened(config: PcaConfig, source: str, checkpoint: Path | None, model_args:
     )
 
 
-def _layers(config: PcaConfig, backbone: Backbone) -> list[int]:
+@dataclass(frozen=True)
+class _Seen:
+    """The images as one model sees them."""
+
+    name: str
+    layers: list[str]
+    patches: list[Tensor]
+    """Of each layer (B, N, D)."""
+    grids: list[tuple[int, int]]
+
+
+def _looked_at(config: PcaConfig, readings: Readings) -> tuple[Sequence[Tensor], list[str], list[_Seen]]:
+    """Images, their names, and their patches in each of the models."""
+    opened = [_opened(config, config.model, config.checkpoint, config.model_args)]
+    if config.other is not None:
+        opened.append(_opened(config, config.other, config.other_checkpoint, config.other_args))
+    size = max(backbone.image_size for backbone in opened)
+    images, names = chosen_images(config.images, config.data or "shapes", config.count, size, readings)
+    return images, names, [_patches(config, backbone, images) for backbone in opened]
+
+
+def _patches(config: PcaConfig, backbone: Backbone, images: Sequence[Tensor]) -> _Seen:
     depth = len(trunk(backbone.model).blocks)
-    return spread_layers(depth, _LAYERS) if config.layers is None else chosen_layers(depth, config.layers)
-
-
-def _scores(
-    config: PcaConfig, backbone: Backbone, images: Sequence[Tensor], layers: Sequence[int], like: PcaScores | None
-) -> PcaScores:
+    layers = spread_layers(depth, _LAYERS) if config.layers is None else chosen_layers(depth, config.layers)
     fitting_BCHW = torch.stack([squared(image, backbone.image_size) for image in images])
     batches = list(fitting_BCHW.split(config.batch_size))
     seen = [backbone.features(batch, layers, config.kind) for batch in tracked(batches, backbone.name)]
     patches = [torch.cat([features.patches_BND for features in layer]) for layer in zip(*seen, strict=True)]
-    grids = [features.grid for features in seen[0]]
-    return pca_scores(patches, grids, foreground=config.foreground, like=like)
+    return _Seen(
+        backbone.name, [f"block {layer}" for layer in layers], patches, [features.grid for features in seen[0]]
+    )
+
+
+def _stored(config: PcaConfig, device: torch.device) -> tuple[Sequence[Tensor], list[str], list[_Seen]]:
+    """The same of features on disk, which lie beside their images."""
+    seen: list[_Seen] = []
+    images = torch.empty(0)
+    for source in filter(None, (config.model, config.other)):
+        stored = read_patches(Path(source.removeprefix(ON_DISK)), "test", "images")
+        if seen and not torch.equal(images, stored.beside["images"]):
+            raise DataError(f"{config.model} and {source} hold different images: expected the same, to compare them")
+        images = stored.beside["images"]
+        chosen = spread(range(len(images)), config.count)
+        layers = [layer[chosen].to(device) for layer in stored.layers.values()]
+        patches, grids = (
+            [layer.flatten(1, 2) for layer in layers],
+            [(layer.shape[1], layer.shape[2]) for layer in layers],
+        )
+        seen.append(_Seen(Path(source).name, list(stored.layers), patches, grids))
+    return list(images[chosen]), [str(i) for i in chosen], seen
 
 
 def _page(config: PcaConfig, groups: Sequence[Group], result: PcaResult, facts: Mapping[str, str]) -> str:
@@ -176,19 +212,17 @@ def _head(group: Group, column: str, groups: int) -> str:
     return f"{group.title[0]} {column}" if groups > 2 and column else column
 
 
-def _group(title: str, layers: Sequence[int], scores: PcaScores) -> Group:
+def _group(title: str, layers: Sequence[str], scores: PcaScores) -> Group:
     pictures_BLHWC = (scores.colours() * 255).round().to(torch.uint8).movedim(0, 1).cpu().numpy()
-    return Group(title, [f"block {layer}" for layer in layers], list(map(list, pictures_BLHWC)))
+    return Group(title, list(layers), list(map(list, pictures_BLHWC)))
 
 
 def _pixels(image_CHW: Tensor) -> Pixels:
     return image_CHW.movedim(0, -1).contiguous().numpy()
 
 
-def _explained_table(explained: Mapping[str, Mapping[int, float]]) -> tuple[list[str], list[list[str]]]:
+def _explained_table(explained: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
     rows = [
-        [name, str(layer), f"{100 * fraction:.1f} %"]
-        for name, own in explained.items()
-        for layer, fraction in own.items()
+        [name, layer, f"{100 * fraction:.1f} %"] for name, own in explained.items() for layer, fraction in own.items()
     ]
-    return ["model", "block", "variance shown"], rows
+    return ["model", "layer", "variance shown"], rows

@@ -91,6 +91,26 @@ class SegmentConfig(Evaluation["SegmentResult"]):
         facts = provenance(backbone.device, seed=self.seed)
         return SegmentResult(backbone.name, backbone.fingerprint, self.data, found, count, facts)
 
+    def evaluate_stored(self, folder: Path) -> "SegmentResult":
+        """Probe each of the layers in `folder`."""
+        from wellposed.evaluation.segmentation.report import SegmentResult
+        from wellposed.evaluation.segmentation.stored import segment_stored
+        from wellposed.evaluation.stored import read_patches
+        from wellposed.runs import device_named, provenance
+
+        device = device_named(self.device)
+        train, test = (read_patches(folder, split, "masks") for split in ("train", "test"))
+        found = segment_stored(
+            train,
+            test,
+            dense_protocol(self.protocol, **self.change),
+            device=device,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            examples=self.examples if self.out is not None else 0,
+        )
+        return SegmentResult(self.model, "", self.model, found, len(found), provenance(device, seed=self.seed))
+
     def _ends(self, count: int, together: int) -> list[int]:
         """The last block of each probe, of a model with `count` blocks."""
         from wellposed.evaluation.features import chosen_layers

@@ -20,8 +20,8 @@ class SegmentResult:
     model: str
     fingerprint: str
     data: str
-    layers: Mapping[int, Segmentation]
-    """By the number of the last block that is probed, from 0."""
+    layers: Mapping[int, Segmentation] | Mapping[str, Segmentation]
+    """By the number of the last block that is probed, from 0; of features on disk by name."""
     blocks: int
     """That the model has."""
     facts: Mapping[str, str]
