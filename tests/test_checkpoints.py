@@ -24,6 +24,20 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert (step_of(path), complaints) == (100_000_000, [])
 
 
+def test_one_that_is_spared_stays_too(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    written(checkpoints, 0)
+    written(checkpoints, 5)
+    checkpoints.spared = 7
+    for step in (10, 15, 20):
+        written(checkpoints, step)
+    assert [step_of(path) for path in checkpoints.all()] == [20, 15, 5]
+    assert checkpoints.before(4) is None
+    checkpoints.spared = None
+    written(checkpoints, 25)
+    assert [step_of(path) for path in checkpoints.all()] == [25, 20]
+
+
 def test_a_failed_one_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     written(checkpoints, 1)

@@ -1,23 +1,17 @@
 """wellposed train: supervised training."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from wellposed.cli.runs_named import given_fields, named_default
 from wellposed.training import TrainConfig
 
 
 def command(argv: Sequence[str]) -> Callable[..., None]:
     """The command; its flags default to what the preset, the file or the run that `argv` names has for them."""
-    resumes = argv[:1] == ["train"] and "--resume" in argv
-    default = TrainConfig()
-    if argv[:1] == ["train"] and (sources := _values(argv, "--config")):
-        default = TrainConfig.load(sources[-1])
-    if resumes and (folders := _values(argv, "--out")):
-        default = TrainConfig.of_run(Path(folders[-1]))
+    default = named_default(TrainConfig, "train", argv)
 
     def train(
         options: TrainConfig = default,
@@ -31,13 +25,6 @@ def command(argv: Sequence[str]) -> Callable[..., None]:
         """
         from wellposed.training import train as run
 
-        given = [name for name, value in vars(options).items() if value != getattr(default, name)]
-        run(options, given=[*given, "out", "resume"] if resumes else None)
+        run(options, given=given_fields(options, default))
 
     return train
-
-
-def _values(argv: Sequence[str], flag: str) -> list[str]:
-    """What follows each `flag` in `argv`, as its own word or after an equals sign."""
-    following = [after for word, after in pairwise(argv) if word == flag]
-    return following + [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]

@@ -26,6 +26,7 @@ class LoaderOptions(TypedDict, total=False):
     mean: Tensor | None
     std: Tensor | None
     compile: bool
+    columns: int
 
 
 class Loader(ABC):
@@ -50,6 +51,8 @@ class Loader(ABC):
         std: of each channel, by which they are divided; likewise.
         compile: make a batch by one compiled function, which rounds differently and on a GPU takes an eighth of the
             time.
+        columns: if not 0, batches are the uint8 images as they are and, in place of labels, so many random numbers in
+            [0, 1) for each, (N, columns): for views that are made elsewhere, such as `MultiCrop`'s.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Loader(ABC):
         mean: Tensor | None = None,
         std: Tensor | None = None,
         compile: bool = False,
+        columns: int = 0,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidArgumentError(f"rank={rank}, ranks={ranks}: expected ranks from 0 to ranks - 1")
@@ -84,6 +88,7 @@ class Loader(ABC):
         self.batch_size, self.shuffle, self.rank, self.ranks = batch_size, shuffle, rank, ranks
         self.device, self.augment = torch.device(device), augment or Augment()
         self._make = torch.compile(_made) if compile else _made
+        self._columns = columns
         self._size, self._class_count = len(data), len(data.classes)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._order_state, self._done = self._generator.get_state(), 0
@@ -104,7 +109,7 @@ class Loader(ABC):
         return self._size // self.batch_size if self.shuffle else -(-self._size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rest of the epoch: float images (N, C, H, W) and their targets, this process's part of each batch."""
+        """The rest of the epoch: images (N, C, H, W) and their targets, this process's part of each batch."""
         order = self._order()
         batches = [order[number * self.batch_size :][: self.batch_size] for number in range(self._done, len(self))]
         read = self._read([batch[self._part(len(batch))] for batch in batches])
@@ -131,6 +136,9 @@ class Loader(ABC):
     def _finished(self, images_NCHW: Tensor, labels_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A part of a batch of `count`, made with its part of the random numbers, which all processes draw alike."""
         part = self._part(count)
+        if self._columns:
+            rows = torch.rand(count, self._columns, generator=self._generator, device=self.device)
+            return images_NCHW, rows[part]
         draws = [draw(count, self._generator)[part] for _ in range(1 if self.mix is None else 2)]
         ways = (self.augment, self.mean, self.std, self.mix, self._class_count)
         return self._make(images_NCHW, labels_N, draws, *ways)

@@ -15,7 +15,7 @@ from wellposed.data.pictures import picture_files, read_picture
 from wellposed.diagnosis.diagnose import Inputs
 from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
 from wellposed.families import blocks
-from wellposed.recipes import WEIGHTS, load
+from wellposed.recipes import WEIGHTS, dino_names, load
 
 _PREPROCESSOR = "preprocessor_config.json"
 
@@ -142,7 +142,9 @@ def _timm_model(name: str, checkpoint: Path | None, model_args: dict[str, Any]) 
     if not checkpoint.is_file():
         raise ModelFileError(f"checkpoint={checkpoint}: there is no such file")
     try:
-        state = timm.models.load_state_dict(str(checkpoint), use_ema=False, weights_only=True)
+        with torch.serialization.safe_globals(dino_names.PLAIN):
+            state = timm.models.load_state_dict(str(checkpoint), use_ema=False, weights_only=True)
+        state = dino_names.from_dino(state)[0] if "teacher" in state else state
     except Exception as error:  # whatever a broken or hostile file makes the reader raise
         raise ModelFileError(f"{checkpoint} cannot be read as weights: {' '.join(str(error).split())[:300]}") from error
     heads = [len(value) for key, value in state.items() if key in {"head.weight", "head.fc.weight", "fc.weight"}]
@@ -186,4 +188,5 @@ def made_for_size(model: Any) -> int:
     """Pixels a side of the images that `model` was made for; 224 where it does not say."""
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)  # timm's ViT
     size = size or getattr(getattr(model, "config", None), "image_size", None)  # transformers' ViT
+    size = size or ((getattr(model, "pretrained_cfg", None) or {}).get("input_size") or (0, 0))[1]  # timm's others
     return (size[0] if isinstance(size, tuple | list) else size) or 224

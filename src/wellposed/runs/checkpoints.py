@@ -16,10 +16,14 @@ _MANIFEST = "manifest.json"
 
 
 class Checkpoints:
-    """The checkpoints under `folder`, of which the newest `keep` stay; all of them if it is None."""
+    """The checkpoints under `folder`, of which the newest `keep` stay; all of them if it is None.
+
+    The newest that was written at the step `spared` or before stays too.
+    """
 
     def __init__(self, folder: Path, keep: int | None = 2) -> None:
         self.folder, self.keep = folder, keep
+        self.spared: int | None = None
 
     def all(self) -> list[Path]:
         """Every checkpoint, the newest first, whether it can be read or not."""
@@ -42,7 +46,12 @@ class Checkpoints:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         for old in [] if self.keep is None else self.all()[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != self.before(self.spared):
+                shutil.rmtree(old, ignore_errors=True)
+
+    def before(self, step: int | None) -> Path | None:
+        """The newest checkpoint that was written at `step` or before."""
+        return next((path for path in self.all() if step is not None and step_of(path) <= step), None)
 
     def newest(self) -> tuple[Path, list[str]]:
         """The newest checkpoint that is whole, and what is wrong with each newer one."""

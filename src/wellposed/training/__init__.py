@@ -1,17 +1,29 @@
 """Training: explicit loops on accelerate that can be interrupted, resumed and spread over processes."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wellposed.training.config import TrainConfig as TrainConfig
+from wellposed.training.dino_config import DinoConfig as DinoConfig
 
 if TYPE_CHECKING:
+    from wellposed.training.dino import PretrainResult as PretrainResult
+    from wellposed.training.dino import pretrain as pretrain
+    from wellposed.training.dino_checkpoints import load_dino as load_dino
+    from wellposed.training.dino_checkpoints import open_networks as open_networks
+    from wellposed.training.dino_checkpoints import save_dino as save_dino
     from wellposed.training.supervised import TrainResult as TrainResult
     from wellposed.training.supervised import train as train
 
+_HOMES = {
+    **dict.fromkeys(("TrainResult", "train"), "supervised"),
+    **dict.fromkeys(("PretrainResult", "pretrain"), "dino"),
+    **dict.fromkeys(("load_dino", "open_networks", "save_dino"), "dino_checkpoints"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in {"TrainResult", "train"}:
+    if name not in _HOMES:
         raise AttributeError(f"module 'wellposed.training' has no attribute {name!r}")
-    from wellposed.training import supervised  # now, and not before: the command line asks for the fields alone
-
-    return getattr(supervised, name)
+    # Now, and not before: the command line asks for the fields alone.
+    return getattr(import_module(f"wellposed.training.{_HOMES[name]}"), name)

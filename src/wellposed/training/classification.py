@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from wellposed.data import Augment, Dataset, Mix, open_loader
+from wellposed.data import Augment, Dataset, Loader, Mix, open_loader
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.recipes import describe, load, write
 from wellposed.training.accelerators import compiled, use_bf16
@@ -22,39 +22,17 @@ from wellposed.training.models import build_model, model_arguments
 class Classification:
     """Cross-entropy on labelled images; to be made and used within `guards.repeatable`."""
 
+    last_good: int | None = None
+
     def __init__(self, config: TrainConfig, data: Dataset, test: Dataset, accelerator: Accelerator) -> None:
         self._config, self._accelerator = config, accelerator
-        place = {"device": accelerator.device, "rank": accelerator.process_index, "ranks": accelerator.num_processes}
-        self.loader = open_loader(
-            *(data, config.batch_size),
-            **place,
-            seed=config.seed,
-            augment=Augment(
-                crop=config.crop or "none",
-                padding=max(1, data.image_shape[-1] // 8),
-                flip=bool(config.flip),
-                geometry=config.geometry,
-                colour=config.colour,
-                erase=config.erase,
-            ),
-            mix=Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None,
-            workers=config.workers,
-            compile=config.compile,
-        )
-        self._test = open_loader(
-            *(test, config.batch_size),
-            **place,
-            shuffle=False,
-            mean=self.loader.mean,
-            std=self.loader.std,
-            workers=config.workers,
-        )
-        self.model = build_model(config, data)
-        self.header = describe(self.model, model_arguments(config, data))
+        self.loader, self._test = self._loaders(data, test)
+        self.model, arguments = self._new_model(data)
+        self.header = describe(self.model, arguments)
         self.model.to(accelerator.device)
         self.bf16 = use_bf16(config.precision, accelerator.device)
         with self._autocast():
-            self.is_repeatable = is_repeatable(self.model, torch.zeros(2, *data.image_shape, device=accelerator.device))
+            self.is_repeatable = is_repeatable(self.model, self._example(data).to(accelerator.device))
         average = get_ema_multi_avg_fn(config.ema)
         self._ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True) if config.ema else None
         forward = accelerator.prepare_model(self.model)
@@ -72,13 +50,58 @@ class Classification:
         self._steps = config.epochs * len(self.loader)
         self._warmup = min(self._steps - 1, round(config.warmup_epochs * len(self.loader)))
 
+    def _loaders(self, data: Dataset, test: Dataset) -> tuple[Loader, Loader]:
+        """Batches to train on and to test on."""
+        config, place = self._config, self._place()
+        loader = open_loader(
+            *(data, config.batch_size),
+            **place,
+            seed=config.seed,
+            augment=Augment(
+                crop=config.crop or "none",
+                padding=max(1, data.image_shape[-1] // 8),
+                flip=bool(config.flip),
+                geometry=config.geometry,
+                colour=config.colour,
+                erase=config.erase,
+            ),
+            mix=Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None,
+            workers=config.workers,
+            compile=config.compile,
+        )
+        return loader, open_loader(
+            *(test, config.batch_size),
+            **place,
+            shuffle=False,
+            mean=loader.mean,
+            std=loader.std,
+            workers=config.workers,
+        )
+
+    def _place(self) -> dict[str, Any]:
+        """Which part of every batch is made here, and where."""
+        here = self._accelerator
+        return {"device": here.device, "rank": here.process_index, "ranks": here.num_processes}
+
+    def _new_model(self, data: Dataset) -> tuple[nn.Module, dict[str, Any] | None]:
+        """The model, and the arguments that it was made with."""
+        return build_model(self._config, data), model_arguments(self._config, data)
+
+    def _example(self, data: Dataset) -> Tensor:
+        """A batch of what the model takes, whatever is in it."""
+        return torch.zeros(2, *data.image_shape)
+
+    def _logits(self, model: Callable[..., Any], inputs: Tensor) -> Tensor:
+        """Of every class, (B, classes), or (B, classes, L) where each place of an input has a target."""
+        return model(inputs)
+
     def train_step(self, images: Tensor, targets: Tensor, step: int) -> dict[str, Tensor]:
         """One step of the optimizer."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self._optimizer.zero_grad()
         with self._autocast():
-            logits = self._forward(images)
+            logits = self._logits(self._forward, images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._config.label_smoothing)
         self._accelerator.backward(loss)
         reported = {"loss": loss.detach()}
@@ -97,6 +120,9 @@ class Classification:
         assert self._config.lr is not None
         return self._config.lr * cosine_with_warmup(step, steps=self._steps, warmup=self._warmup)
 
+    def judge(self, step: int, values: dict[str, float]) -> None:
+        """Nothing: numbers that are not finite, the loop sees itself."""
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on the test set, of the averaged weights where there are any."""
@@ -107,10 +133,10 @@ class Classification:
         sums = torch.zeros(3, dtype=torch.float64, device=self._accelerator.device)
         for images, labels in self._test:
             with self._autocast():
-                logits = model(images)
+                logits = self._logits(model, images)
             loss = F.cross_entropy(logits.float(), labels, reduction="sum")
             right = (logits.argmax(1) == labels).sum()
-            sums += torch.stack([loss, right, torch.tensor(len(labels), device=loss.device)])
+            sums += torch.stack([loss, right, torch.tensor(labels.numel(), device=loss.device)])
         self.model.train()
         loss, right, count = self._accelerator.reduce(sums, "sum").tolist()
         return {"loss": loss / count, "accuracy": right / count}

@@ -77,21 +77,24 @@ def repeatable(device: torch.device, *, wanted: bool = True) -> Iterator[None]:
         memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def is_repeatable(model: nn.Module, images: Tensor) -> bool:
+def is_repeatable(model: nn.Module, *images: Tensor) -> bool:
     """Whether torch has repeatable kernels for all that `model` does; where not, it is told to make do without.
 
     To be called within `repeatable`, before anything depends on the model: one forward and backward pass in eval mode
-    tells, and nothing is left of it. A model that cannot take the images raises InvalidArgumentError.
+    tells, and nothing is left of it. Of several outputs the first is used. A model that cannot take the images raises
+    InvalidArgumentError.
     """
     try:
-        model.eval()(images).float().sum().backward()
+        found = model.eval()(*images)
+        (found if isinstance(found, Tensor) else found[0]).float().sum().backward()
     except Exception as error:
         if torch.are_deterministic_algorithms_enabled() and "deterministic" in str(error):
             torch.use_deterministic_algorithms(True, warn_only=True)
             return False
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        shapes = " and ".join(str(tuple(part.shape[1:])) for part in images)
         raise InvalidArgumentError(
-            f"the model cannot be trained on images of shape {tuple(images.shape[1:])} ({reason}); "
+            f"the model cannot be trained on images of shape {shapes} ({reason}); "
             "choose another --model, --image-size or --model-args"
         ) from error
     finally:

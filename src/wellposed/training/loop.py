@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +22,28 @@ from wellposed.training.guards import FirstFailure, Interrupts
 _STATE = "state.pt"
 
 
+@dataclass(frozen=True)
+class Remark:
+    """What a task has to say about its own numbers: a sentence, and whether the run is lost."""
+
+    text: str
+    lost: bool = False
+
+
 class Task(Protocol):
     """What is trained: a model, its data, and what one step does."""
 
-    model: nn.Module
     loader: Loader
+
+    @property
+    def model(self) -> nn.Module:
+        """What learns."""
+        ...
+
+    @property
+    def last_good(self) -> int | None:
+        """The step after which its numbers began to look as if the run were lost; None while all is well."""
+        ...
 
     def train_step(self, images: Tensor, targets: Tensor, step: int) -> dict[str, Tensor]:
         """Take step number `step`, counted from 0; "loss" and other numbers to report, on the device, unread."""
@@ -33,6 +51,10 @@ class Task(Protocol):
 
     def learning_rate(self, step: int) -> float:
         """Of step number `step`."""
+        ...
+
+    def judge(self, step: int, values: dict[str, float]) -> Remark | None:
+        """Look at the numbers reported after `step` steps, the same in every process, and say what is to be said."""
         ...
 
     def evaluate(self) -> dict[str, float]:
@@ -142,6 +164,20 @@ class Loop:
         self._pending = []
         self._report("train", **values, lr=self.task.learning_rate(self.step - 1), images_per_second=rate)
         self.display.advance(self.step, self.step / len(self.task.loader), values | {"images_per_second": rate})
+        self._heed(self.task.judge(self.step, values))
+
+    def _heed(self, remark: Remark | None) -> None:
+        """Pass on what the task says; while it has doubts the last good checkpoint stays, and a lost run ends."""
+        self.checkpoints.spared = self.task.last_good
+        if remark is None:
+            return
+        self._report("remark", text=remark.text, lost=remark.lost)
+        if not remark.lost:
+            self.display.say(f"warning, after step {self.step}: {remark.text}")
+            return
+        good = self.checkpoints.before(self.task.last_good)
+        kept = f"{good} is the last checkpoint from before" if good else "There is no checkpoint from before"
+        raise DivergedError(f"stopped after step {self.step}: {remark.text}. {kept}")
 
     def _evaluate(self) -> None:
         self.display.testing()
@@ -255,6 +291,7 @@ class Loop:
         self._journal_length = state["journal_length"]
         self._pending = [{name: value.to(device) for name, value in values.items()} for values in state["pending"]]
         self.task.load_state_dict(state["task"])
+        self.checkpoints.spared = self.task.last_good
         if len(state["random"]) != self.accelerator.num_processes:
             self.display.say(f"the run had {len(state['random'])} processes: dropout will not repeat its numbers")
         else:

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -12,19 +12,22 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import wellposed.models  # noqa: F401  # registers its names with timm
+from wellposed.attention import Polynomial, Relu, Sigmoid, use_attention
 from wellposed.data import Dataset
 from wellposed.errors import InvalidArgumentError
 from wellposed.graying import gray_tokens
 from wellposed.skipless import condition_, cut_skips
-from wellposed.training.config import TrainConfig
+from wellposed.training.run_config import RunConfig
+
+Config = TypeVar("Config", bound=RunConfig)
 
 FEWEST_TOKENS, MOST_TOKENS, USUAL_TOKENS = 16, 256, 64
 
 
-def fitted_to_data(config: TrainConfig, data: Dataset) -> TrainConfig:
+def fitted_to_data(config: Config, data: Dataset) -> Config:
     """`config` with the patch size that it leaves to the data, as a ViT does."""
     size = data.image_shape[-1]
-    sketch = _sketch(config.model)
+    sketch = sketched(config.model)
     patch = config.patch_size
     if isinstance(sketch, VisionTransformer) and patch is None:
         patch = choose_patch_size(size, own=sketch.patch_embed.patch_size[0])
@@ -66,10 +69,10 @@ def choose_patch_size(image_size: int, own: int) -> int:
     return min([p for p in fitting if p > 1] or fitting, key=lambda p: abs(image_size - p * USUAL_TOKENS**0.5))
 
 
-def model_arguments(config: TrainConfig, data: Dataset) -> dict[str, Any]:
+def model_arguments(config: RunConfig, data: Dataset) -> dict[str, Any]:
     """What timm.create_model is given for `config`, fitted to `data`."""
     arguments: dict[str, Any] = {"in_chans": data.image_shape[0], "num_classes": len(data.classes)}
-    sketch = _sketch(config.model)
+    sketch = sketched(config.model)
     if isinstance(sketch, VisionTransformer):
         arguments |= {"patch_size": config.patch_size, "global_pool": config.pool}
     elif config.patch_size is not None:
@@ -79,23 +82,37 @@ def model_arguments(config: TrainConfig, data: Dataset) -> dict[str, Any]:
     return arguments | config.model_args
 
 
-def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
+def build_model(config: RunConfig, data: Dataset) -> nn.Module:
     """The model that `config`, fitted to `data`, describes; random numbers come from torch's default generator."""
-    arguments = model_arguments(config, data)
+    return changed_model(config, model_arguments(config, data))
+
+
+def changed_model(config: RunConfig, arguments: dict[str, Any]) -> nn.Module:
+    """The timm model of `config`, made with `arguments`, then changed as it says."""
     try:
         model: nn.Module = timm.create_model(config.model, **arguments)
     except Exception as error:  # timm raises of every kind
         raise InvalidArgumentError(f"{config.model} cannot be built with {arguments}: {error!r}") from error
+    return changed(config, model)
+
+
+def changed(config: RunConfig, model: nn.Module) -> nn.Module:
+    """`model` with its skips cut, its weights conditioned, its input grayed and its softmax replaced as asked."""
     if not config.skips:
         cut_skips(model, attention=config.cut != "mlp", mlp=config.cut != "attention")
     if config.init == "conditioned":
         condition_(model, alpha=config.alpha, beta=config.beta, c=config.c)
     if config.gray != "none":
         gray_tokens(model, config.gray, eps=config.gray_eps, at=config.gray_at)
+    if config.attention in {"relu", "sigmoid"}:
+        use_attention(model, Relu() if config.attention == "relu" else Sigmoid())
+    elif config.attention != "softmax":
+        scale, degree = config.attention_scale, int(config.attention.removeprefix("degree-"))
+        use_attention(model, Polynomial(degree, scale=1.0 if scale == "none" else None, learnable=scale == "learned"))
     return model
 
 
-def _sketch(name: str) -> nn.Module:
+def sketched(name: str) -> nn.Module:
     """The timm model `name` without weights, to see what it is."""
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)

@@ -1,0 +1,34 @@
+"""What the flags of a command that trains default to: the preset, the file or the run that its words name."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from wellposed.training.run_config import RunConfig
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def named_default(kind: type[Config], command: str, argv: Sequence[str]) -> Config:
+    """The settings that `argv` names by --config, or by --resume and --out; the usual ones for another command."""
+    if argv[:1] != [command]:
+        return kind()
+    if "--resume" in argv and (folders := _values(argv, "--out")):
+        return kind.of_run(Path(folders[-1]))
+    sources = _values(argv, "--config")
+    return kind.load(sources[-1]) if sources else kind()
+
+
+def given_fields(options: Config, default: Config) -> list[str] | None:
+    """Of a run that goes on because of --resume, the fields that flags have set; else None."""
+    if not options.resume or default.resume:
+        return None
+    given = [name for name, value in vars(options).items() if value != getattr(default, name)]
+    return [*given, "out", "resume"]
+
+
+def _values(argv: Sequence[str], flag: str) -> list[str]:
+    """What follows each `flag` in `argv`, as its own word or after an equals sign."""
+    following = [after for word, after in pairwise(argv) if word == flag]
+    return following + [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
