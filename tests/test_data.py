@@ -274,6 +274,47 @@ def test_folders_of_other_classes(photographs: Path) -> None:
     assert len(open_data(f"folder:{photographs}")) == 4
 
 
+# --- pets
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """Two breeds, whose numbers are those of the archive: in the order of the alphabet, whatever the case."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "annotations" / "trimaps").mkdir(parents=True)
+    lists = {"trainval": ["beagle_2", "Abyssinian_10"], "test": ["yorkshire_terrier_7", "beagle_1"]}
+    for number, name in enumerate(lists["trainval"] + lists["test"]):
+        Image.new("RGB", (40, 30), (50 * number, 0, 0)).save(tmp_path / "images" / f"{name}.jpg", quality=100)
+    for split, names in lists.items():
+        (tmp_path / "annotations" / f"{split}.txt").write_text("".join(f"{name} 1 1 1\n" for name in names))
+    return tmp_path
+
+
+def test_pets_by_breed(pets: Path) -> None:
+    train, test = (opened(f"pet:{pets}", split=split, image_size=16) for split in ("train", "test"))
+    assert train.classes == test.classes == ("Abyssinian", "beagle", "yorkshire_terrier")
+    assert train.image_shape == (3, 16, 16)
+    assert train.labels.tolist() == [1, 0]
+    assert test.labels.tolist() == [2, 1]
+    for data, red in ((train, [0, 50]), (test, [100, 150])):
+        torch.testing.assert_close(data.images[:, 0].float().mean((1, 2)), torch.tensor(red).float(), atol=3, rtol=0)
+    (pets / "images" / "beagle_1.jpg").unlink()
+    with pytest.raises(DataError, match="beagle_1"):
+        open_data(f"pet:{pets}", split="test")
+    (pets / "annotations" / "test.txt").write_text("")
+    with pytest.raises(DataError, match="list of its test pictures is empty"):
+        open_data(f"pet:{pets}", split="test")
+
+
+@pytest.mark.skipif(not (REAL / "oxford-iiit-pet").is_dir(), reason="no pets under WELLPOSED_DATA")
+def test_real_pets() -> None:
+    data = opened(f"pet:{REAL / 'oxford-iiit-pet'}", split="test", image_size=32)
+    assert len(data.classes) == 37
+    assert data.labels.bincount().min() > 0
+    stated = [line.split() for line in (REAL / "oxford-iiit-pet" / "annotations" / "test.txt").read_text().splitlines()]
+    assert data.labels.tolist() == [int(words[1]) - 1 for words in stated if words and words[0][0] != "#"]
+
+
 # --- by name
 
 
@@ -301,4 +342,4 @@ def test_a_folder_without_the_set(tmp_path: Path) -> None:
 def test_every_set_is_a_dataset() -> None:
     data: Dataset = open_data("digits")
     assert data.name == "digits"
-    assert set(SETS) == {"shapes", "digits", "cifar10", "cifar100", "folder"}
+    assert set(SETS) == {"shapes", "digits", "cifar10", "cifar100", "pet", "folder"}

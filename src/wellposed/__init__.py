@@ -18,6 +18,17 @@ from typing import TYPE_CHECKING, Any
 from wellposed import errors as errors
 
 if TYPE_CHECKING:
+    from wellposed.adapters import SineLoraConfig as SineLoraConfig
+    from wellposed.adapters import to_lora as to_lora
+    from wellposed.attention import Polynomial as Polynomial
+    from wellposed.attention import Relu as Relu
+    from wellposed.attention import Sigmoid as Sigmoid
+    from wellposed.attention import Softmax as Softmax
+    from wellposed.attention import polynomial_attention as polynomial_attention
+    from wellposed.attention import relu_attention as relu_attention
+    from wellposed.attention import sigmoid_attention as sigmoid_attention
+    from wellposed.attention import softmax_attention as softmax_attention
+    from wellposed.attention import use_attention as use_attention
     from wellposed.diagnosis import Diagnosis as Diagnosis
     from wellposed.diagnosis import diagnose as diagnose
     from wellposed.errors import WellposedError as WellposedError
@@ -31,6 +42,8 @@ if TYPE_CHECKING:
     from wellposed.graying import gray as gray
     from wellposed.graying import gray_tokens as gray_tokens
     from wellposed.graying import ungray_tokens as ungray_tokens
+    from wellposed.lowrank import SineLinear as SineLinear
+    from wellposed.lowrank import factorize as factorize
     from wellposed.optim import SOAP as SOAP
     from wellposed.recipes import load as load
     from wellposed.recipes import recipe as recipe
@@ -44,13 +57,24 @@ if TYPE_CHECKING:
     from wellposed.studies import StudyConfig as StudyConfig
     from wellposed.studies import StudyResult as StudyResult
     from wellposed.studies import study as study
+    from wellposed.training import DinoConfig as DinoConfig
+    from wellposed.training import PretrainResult as PretrainResult
     from wellposed.training import TrainConfig as TrainConfig
     from wellposed.training import TrainResult as TrainResult
+    from wellposed.training import pretrain as pretrain
     from wellposed.training import train as train
 
 _HOMES = {
     "Diagnosis": "diagnosis",
+    "DinoConfig": "training",
+    "Polynomial": "attention",
+    "PretrainResult": "training",
+    "Relu": "attention",
     "SOAP": "optim",
+    "Sigmoid": "attention",
+    "SineLinear": "lowrank",
+    "SineLoraConfig": "adapters",
+    "Softmax": "attention",
     "StudyConfig": "studies",
     "StudyResult": "studies",
     "TrainConfig": "training",
@@ -62,6 +86,7 @@ _HOMES = {
     "dense_probe": "evaluation",
     "diagnose": "diagnosis",
     "discover": "evaluation",
+    "factorize": "lowrank",
     "gray": "graying",
     "gray_tokens": "graying",
     "jacobian_spectrum": "spectrum",
@@ -71,13 +96,20 @@ _HOMES = {
     "load": "recipes",
     "ntk": "spectrum",
     "pca_maps": "evaluation",
+    "polynomial_attention": "attention",
+    "pretrain": "training",
     "recipe": "recipes",
+    "relu_attention": "attention",
     "restore_skips": "skipless",
     "save": "recipes",
+    "sigmoid_attention": "attention",
     "skips": "skipless",
+    "softmax_attention": "attention",
     "study": "studies",
+    "to_lora": "adapters",
     "train": "training",
     "ungray_tokens": "graying",
+    "use_attention": "attention",
 }
 
 __all__ = list(_HOMES)

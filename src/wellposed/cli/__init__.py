@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tyro
 from tyro.extras import SubcommandApp
 
-from wellposed.cli import bench, diagnose, evaluate, study, train
+from wellposed.cli import bench, diagnose, evaluate, pretrain, sequences, study, train
 from wellposed.errors import WellposedError
 
 DESCRIPTION = "Transformers that are well conditioned by construction, and measured."
@@ -16,6 +16,8 @@ def _app(argv: Sequence[str]) -> SubcommandApp:
     app = SubcommandApp()
     app.command(study.study)
     app.command(train.command(argv))
+    app.command(pretrain.command(argv))
+    app.command(sequences.app, name="sequences", help="Softmax against other attention on ListOps and text.")
     app.command(evaluate.app, name="evaluate", help="What the features of a model know.")
     app.command(diagnose.diagnose)
     app.command(bench.app, name="bench", help="The measured comparisons with peers.")

@@ -3,8 +3,11 @@
 from tyro.extras import SubcommandApp
 
 from wellposed.bench import (
+    AdaptersBench,
+    AttentionBench,
     ConditionBench,
     DiagnoseBench,
+    DinoBench,
     DiscoverBench,
     GrayingBench,
     JacobianBench,
@@ -13,6 +16,26 @@ from wellposed.bench import (
 )
 
 app = SubcommandApp()
+
+
+@app.command
+def adapters(config: AdaptersBench) -> None:
+    """Time a layer with a sine adapter, forward and backward, against PEFT's LoRA and DoRA.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def attention(config: AttentionBench) -> None:
+    """Time wellposed's attention of degree 3 against the best of torch's flash and cuDNN softmax attention.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
 
 
 @app.command
@@ -28,6 +51,16 @@ def condition(config: ConditionBench) -> None:
 @app.command
 def diagnose(config: DiagnoseBench) -> None:
     """Time wellposed.diagnose against the forward pass it watches.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def dino(config: DinoBench) -> None:
+    """Time `wellposed pretrain` against a plain loop of timm, torch and torchvision on the same shapes.
 
     Args:
         config: what to measure.

@@ -30,6 +30,8 @@ class BlockState:
     """1 minus the mean cosine between the mean tokens of different inputs: 0 where no input differs from another."""
     attention_diagonal: float | None
     """Mean weight that a token gives to itself; 1/N where attention is uniform, None where there is no attention."""
+    attention_norm: float | None
+    """Mean Frobenius norm of a head's attention matrix, at most sqrt(N) for softmax; None likewise."""
     gradient_norm: float
     """Norm of the loss's gradient with respect to the block's parameters."""
 
@@ -43,14 +45,14 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
         labels: the classes, for the cross-entropy whose gradient is taken.
     """
     found = blocks(model)
-    with attention_seen(model, _mean_diagonal) as attention, tokens_seen(model) as seen:
+    with attention_seen(model, _diagonal_and_norm) as attention, tokens_seen(model) as seen:
         loss = F.cross_entropy(model(inputs), labels)
-    diagonals: list[float | None] = attention or [None] * len(found)
+    weights: list[tuple[float | None, float | None]] = [each or (None, None) for each in attention]
     params = [[param for param in block.module.parameters() if param.requires_grad] for block in found]
     flat = torch.autograd.grad(loss, [param for group in params for param in group], allow_unused=True)
     gradients = iter(flat)
     states = []
-    for block, group, stages, diagonal in zip(found, params, seen, diagonals, strict=True):
+    for block, group, stages, (diagonal, norm) in zip(found, params, seen, weights, strict=True):
         norms = [gradient.norm() for gradient in (next(gradients) for _ in group) if gradient is not None]
         # Many small decompositions, which a GPU takes one after the other.
         tokens = stages["output"].cpu()
@@ -62,14 +64,16 @@ def probe(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[BlockState]:
                 token_cosine=float(mean_cosine(tokens)),
                 image_difference=1 - float(mean_cosine(tokens.mean(1)[None])),
                 attention_diagonal=diagonal,
+                attention_norm=norm,
                 gradient_norm=float(torch.stack(norms).norm()) if norms else 0.0,
             )
         )
     return states
 
 
-def _mean_diagonal(matrices_BHNN: Tensor) -> float:
-    return float(matrices_BHNN.diagonal(dim1=-2, dim2=-1).mean())
+def _diagonal_and_norm(matrices_BHNN: Tensor) -> tuple[float, float]:
+    norms = torch.linalg.matrix_norm(matrices_BHNN.float())
+    return float(matrices_BHNN.diagonal(dim1=-2, dim2=-1).mean()), float(norms.mean())
 
 
 def mean_cosine(tokens_BND: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.studies.words import on_conditioning, on_graying, on_skips
+from wellposed.studies.words import on_attention, on_conditioning, on_graying, on_skips
 
 if TYPE_CHECKING:
     from wellposed.studies.comparison import StudyResult
@@ -45,7 +45,7 @@ class Ablation:
     """
     paper: str = ""
     """What the paper found, for the reader to compare."""
-    shows: tuple[Literal["matrices", "attention", "graying"], ...] = ("attention",)
+    shows: tuple[Literal["matrices", "attention", "graying", "norms"], ...] = ("attention",)
     """What the page shows beside the table, the curves and the state of every block."""
     needs_attention: bool = False
     """Whether a model without attention is refused; what `shows` names is left out for it otherwise."""
@@ -116,4 +116,44 @@ GRAYING = Ablation(
 )
 """Always Skip Attention, Token Graying."""
 
-ABLATIONS: Mapping[str, Ablation] = {"conditioning": CONDITIONING, "skips": SKIPS, "graying": GRAYING}
+
+def _power(degree: int, colour: str, style: str = "-") -> Kind:
+    return Kind(f"degree-{degree}", f"x^{degree} / sqrt(N)", {"attention": f"degree-{degree}"}, colour, style)
+
+
+_THIRD = {"attention": "degree-3"}
+ATTENTION = Ablation(
+    title="Does attention need softmax?",
+    kinds=(
+        Kind("softmax", "softmax", {}, BLUE),
+        _power(1, "#88ccaa", "--"),
+        _power(2, "#999933", "--"),
+        _power(3, GREEN),
+        Kind("unscaled", "x^3, unscaled", {**_THIRD, "attention_scale": "none"}, "#225522", ":"),
+        Kind("relu", "ReLU / N", {"attention": "relu"}, "#ccbb44"),
+        Kind("sigmoid", "sigmoid", {"attention": "sigmoid"}, PURPLE),
+        Kind("skipless", "x^3 / sqrt(N), skipless", {**_THIRD, "skips": False}, RED, ":", needs=_BOTH),
+        Kind(
+            "conditioned",
+            "x^3 / sqrt(N), skipless, conditioned",
+            {**_THIRD, "skips": False, "init": "conditioned"},
+            RED,
+            "--",
+            needs=_BOTH,
+        ),
+    ),
+    words=on_attention,
+    uses=frozenset({"alpha", "beta", "c", "lr_adamw", "lr_soap", "rates"}),
+    paper="Rethinking Softmax (arXiv 2410.18613) reports for ViT-B on ImageNet 79.6 % with softmax and x^3/14, for "
+    "ViT-S 80.2 and 80.5, with no word on seeds; unscaled powers did not train for it on COCO.",
+    shows=("norms",),
+    needs_attention=True,
+)
+"""Rethinking Softmax, arXiv 2410.18613. N is the number of keys that a row can see."""
+
+ABLATIONS: Mapping[str, Ablation] = {
+    "conditioning": CONDITIONING,
+    "skips": SKIPS,
+    "graying": GRAYING,
+    "attention": ATTENTION,
+}

@@ -71,6 +71,12 @@ def attention_on_images(config: StudyConfig, finished: set[Cell], test: Dataset,
     )
 
 
+def softmax_bound(config: StudyConfig, train: Dataset, images: Tensor) -> float:
+    """The largest Frobenius norm that softmax attention over the tokens of an image can have, sqrt(N)."""
+    model = _initial_model(config, config.compared[0].key, train)
+    return float(_attention(model, images[:1])[0].shape[-1] ** 0.5)
+
+
 def _initial_model(config: StudyConfig, kind: str, data: Dataset) -> nn.Module:
     """The model of a kind as its run with the first seed starts."""
     run = config.run(Cell(kind, config.optimizers[0], config.seed))

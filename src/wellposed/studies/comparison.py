@@ -24,7 +24,7 @@ from wellposed.training.models import build_model, fitted_to_data
 
 _STUDY, _REPORT = "study.json", "report.html"
 # What a study may have more or less of when it is taken up again: the runs are the same.
-_EXTENT = {"seeds", "kinds", "optimizers"}
+_EXTENT = {"seeds", "more_seeds", "kinds", "optimizers"}
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,17 @@ class StudyResult:
 
     def accuracies(self, kind: str, optimizer: str) -> list[float]:
         """Of the runs that did not diverge, one per seed."""
-        found = [o for o in self.outcomes if (o.cell.kind, o.cell.optimizer) == (kind, optimizer)]
-        return [outcome.accuracy for outcome in found if outcome.accuracy is not None]
+        return [found.accuracy for found in self._found(kind, optimizer) if found.accuracy is not None]
+
+    def _found(self, kind: str, optimizer: str) -> list[Outcome]:
+        return [found for found in self.outcomes if (found.cell.kind, found.cell.optimizer) == (kind, optimizer)]
 
     def _cell(self, kind: str, optimizer: str) -> str:
         values = [100 * value for value in self.accuracies(kind, optimizer)]
         if not values:
             return "diverged"
         spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
-        lost = self.config.seeds - len(values)
+        lost = len(self._found(kind, optimizer)) - len(values)
         return f"{mean(values):.1f}{spread}" + (f", {lost} diverged" if lost else "")
 
 
@@ -125,7 +127,7 @@ def _facts(config: StudyConfig) -> dict[str, str]:
         name: "; ".join(dict.fromkeys(run[name] for run in runs))
         for name in ("command", "commit", "hardware", "versions", "date")
     }
-    facts["seeds"] = ", ".join(str(seed) for seed in range(config.seed, config.seed + config.seeds))
+    facts["seeds"] = ", ".join(str(seed) for seed in sorted({cell.seed for cell in config.cells()}))
     facts["settings"] = ", ".join(f"{name} {value}" for name, value in _plain(config).items())
     return facts
 

@@ -35,9 +35,9 @@ class Cell:
 class StudyConfig:
     """Train one model in several ways, by AdamW and by SOAP, and show the difference."""
 
-    ablation: Literal["conditioning", "skips", "graying"] = "conditioning"
+    ablation: Literal["conditioning", "skips", "graying", "attention"] = "conditioning"
     """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any.
-    graying: the input grayed by SVD and by DCT."""
+    graying: the input grayed by SVD and by DCT. attention: softmax, powers, ReLU and sigmoid."""
     data: str = "digits"
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
@@ -45,8 +45,9 @@ class StudyConfig:
     model_args: ModelArgs | None = None
     """Of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 (or dim 64 depth 8 kernel_size 3) for digits."""
     kinds: tuple[str, ...] | None = None
-    """Those to compare of skip, skipless, conditioned; of all, no-mlp, no-attention, none; or of plain, svd-0.9,
-    svd-0.7, svd-0.5, dct-0.95, dct-0.8. If None, all it can be."""
+    """Those to compare of skip, skipless, conditioned; of all, no-mlp, no-attention, none; of plain, svd-0.9,
+    svd-0.7, svd-0.5, dct-0.95, dct-0.8; or of softmax, degree-1, degree-2, degree-3, unscaled, relu, sigmoid,
+    skipless, conditioned. If None, all it can be."""
     optimizers: tuple[Literal["adamw", "soap"], ...] = OPTIMIZERS
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""
@@ -54,6 +55,8 @@ class StudyConfig:
     """The first seed."""
     seeds: int = 1
     """Number of seeds."""
+    more_seeds: ModelArgs = field(default_factory=dict)
+    """Exceptions, kinds with more of them, such as softmax 3."""
     epochs: int = 15
     batch_size: int = 64
     device: str = "auto"
@@ -102,6 +105,12 @@ class StudyConfig:
                 raise InvalidArgumentError(
                     f"{name}={getattr(self, name)}: --ablation {self.ablation} makes no use of it; leave it out"
                 )
+        for name, count in self.more_seeds.items():
+            if name not in [kind.key for kind in self.compared] or type(count) is not int or count < self.seeds:
+                raise InvalidArgumentError(
+                    f"more_seeds has {name} {count}: expected a number of seeds, at least {self.seeds}, for one of "
+                    f"{', '.join(kind.key for kind in self.compared)}"
+                )
         known = [f"{kind.key}-{optimizer}" for kind in self.described.kinds for optimizer in OPTIMIZERS]
         for name, rate in self.rates.items():
             if name not in known or isinstance(rate, bool | str):
@@ -117,10 +126,12 @@ class StudyConfig:
 
     def cells(self) -> Iterator[Cell]:
         """Every run, one seed after the other."""
-        for seed in range(self.seed, self.seed + self.seeds):
+        of_each = {kind.key: int(self.more_seeds.get(kind.key, self.seeds)) for kind in self.compared}
+        for past in range(max(of_each.values())):
             for optimizer in self.optimizers:
-                for kind in self.compared:
-                    yield Cell(kind.key, optimizer, seed)
+                for kind, count in of_each.items():
+                    if past < count:
+                        yield Cell(kind, optimizer, self.seed + past)
 
     def arguments(self) -> dict[str, bool | int | float | str]:
         """What timm.create_model is given beside what follows from the data."""

@@ -10,7 +10,7 @@ from wellposed.recipes import load
 from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, line_panel
 from wellposed.runs import read_journal
 from wellposed.studies.ablations import Kind
-from wellposed.studies.attention import attention_on_images, weights_and_attention
+from wellposed.studies.attention import attention_on_images, softmax_bound, weights_and_attention
 from wellposed.studies.config import TITLES, Cell, StudyConfig
 from wellposed.studies.graying import graying_of_input
 from wellposed.studies.running import PROBED_IMAGES
@@ -37,6 +37,8 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
         return shown
     train, test = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
     images, _ = sampled_images(train, test, PROBED_IMAGES)
+    if "norms" in config.described.shows:
+        shown.insert(2, _norms(config, softmax_bound(config, train, images)))
     finished = {outcome.cell for outcome in result.outcomes if outcome.accuracy is not None}
     if "matrices" in config.described.shows:
         shown.append(weights_and_attention(config, train, images))
@@ -52,7 +54,9 @@ def _table(config: StudyConfig, result: "StudyResult") -> Section:
     for kind, (name, *accuracies) in zip(config.compared, result.rows(), strict=True):
         rates = [f"{config.learning_rate(Cell(kind.key, optimizer, 0)):g}" for optimizer in config.optimizers]
         rows.append((name, *(cell for pair in zip(accuracies, rates, strict=True) for cell in pair)))
-    first = f" Every picture below shows the runs with seed {config.seed}." if config.seeds > 1 else ""
+    first = (
+        f" Every picture below shows the runs with seed {config.seed}." if config.seeds > 1 or config.more_seeds else ""
+    )
     paper = f" {config.described.paper}" if config.described.paper else ""
     return Section(
         "Test accuracy, in percent",
@@ -82,6 +86,31 @@ def _curves(config: StudyConfig) -> Section:
         "The loss on the training set, and the share of test images that are told right after each epoch.",
         panels,
         across=2,
+    )
+
+
+def _norms(config: StudyConfig, bound: float) -> Section:
+    """How large attention is over training, beside the losses."""
+    panels = []
+    for optimizer in config.optimizers:
+        losses = _lines(config, optimizer, "train", "loss")
+        panels.append(line_panel(f"{TITLES[optimizer]}: training loss", losses, x="epoch", y="training loss"))
+        seen = _of_each_kind(config, optimizer, "observe")
+        for block, which in ((0, "first block"), (-1, "last block")):
+            norms = [[max(e["blocks"][block]["attention_norm"], SMALLEST) for e in events] for _, events in seen]
+            lines = [
+                _line(kind, [e["epoch"] for e in events], own) for (kind, events), own in zip(seen, norms, strict=True)
+            ]
+            lines.append(Line("sqrt(N)", [0, config.epochs], [bound, bound], "#888888", ":"))
+            title = f"{TITLES[optimizer]}: norm of attention, {which}"
+            panels.append(line_panel(title, lines, x="epoch", y="Frobenius norm", log=True))
+    return Section(
+        "The norm of attention over training",
+        "The paper's explanation of softmax is that it keeps the Frobenius norm of attention small, at most the square "
+        f"root of the number N of tokens, here {bound:.1f}; 1 / sqrt(N) is to bring powers to the same order. The mean "
+        "over heads and test images, in the first and the last block, beside the loss; it begins before training.",
+        panels,
+        across=3,
     )
 
 

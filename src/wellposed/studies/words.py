@@ -73,6 +73,22 @@ def on_graying(result: "StudyResult") -> str:
     )
 
 
+def on_attention(result: "StudyResult") -> str:
+    """With softmax, and with functions of each logit alone in its place."""
+    reached = _best(result)
+    if not reached.keys() >= {"softmax", "degree-3"}:
+        return _listed(result)
+    gap = reached["degree-3"] - reached["softmax"]
+    verdict = "more" if gap > MARGIN else "less" if gap < -MARGIN else "no difference that one could be sure of"
+    first = (
+        f"With softmax it {_reaches(reached['softmax'])}; with its logits to the third power, over the square root of "
+        f"the number of keys, it {_reaches(reached['degree-3'])}: {verdict}."
+    )
+    if "unscaled" not in reached:
+        return first
+    return f"{first} Without that scale it {_reaches(reached['unscaled'])}."
+
+
 def _best(result: "StudyResult") -> dict[str, float]:
     """Of each kind, the mean over seeds under the optimizer that does best; 0 if every run diverged."""
     return {
