@@ -257,7 +257,7 @@ if __name__ == "__main__":
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
     process = subprocess.Popen([sys.executable, script], **pipes)
     try:
-        output, _ = process.communicate(timeout=60)  # until the last of them closes it
+        output, _ = process.communicate(timeout=240)  # until the last of them closes it
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

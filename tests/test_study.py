@@ -192,7 +192,7 @@ def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: p
     assert main(["study", *flags, "--out", str(out)]) == 2
     assert "another process is at work" in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=240)[1]
     assert process.returncode == 130
     assert "the same command goes on" in said
     assert "Traceback" not in said
