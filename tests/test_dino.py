@@ -7,20 +7,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch import nn
 
 import wellposed as wp
 from small_dino import small_dino, small_dino_flags
 from small_runs import assert_same_run, metrics, weights
 from wellposed.cli import main
-from wellposed.data import open_data
+from wellposed.data import ImageSet, open_data, open_loader
+from wellposed.errors import DivergedError
 from wellposed.evaluation import open_backbone
 from wellposed.runs import Checkpoints, read_journal, step_of
 from wellposed.training.dino_models import resolved
+from wellposed.training.dino_neighbours import Neighbours
 from wellposed.training.dino_task import REST, Dino
 
 VARIANTS = {
@@ -192,6 +197,45 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
             assert mine["knn"] == pytest.approx(other["knn"], abs=0.02)
     for name, weight in weights(tmp_path / "one").items():
         torch.testing.assert_close(weight, weights(tmp_path / "two")[name], atol=1e-3, rtol=1e-2)
+
+
+def test_neighbours_are_found_in_single_precision() -> None:
+    """Features of a young model lie close together: similarities in bfloat16 would all be the same number."""
+    torch.manual_seed(0)
+    directions, labels = torch.randn(5, 16), torch.arange(5).repeat(40)
+    images = (128 + 4 * directions[labels] + torch.randn(200, 16)).clamp(0, 255).to(torch.uint8).view(200, 1, 4, 4)
+    train, test = (ImageSet("made up", tuple("abcde"), images[half::2], labels[half::2]) for half in (0, 1))
+    like = open_loader(train, 100, mean=torch.zeros(1, 1, 1), std=torch.ones(1, 1, 1))
+    neighbours = Neighbours(train, test, 100, 50, Accelerator(cpu=True), like, workers=0)
+    network: Any = SimpleNamespace(features=lambda pixels: pixels.flatten(1))
+    expected = neighbours.evaluate(network, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert neighbours.evaluate(network, 4) == expected
+    assert expected["knn"] > 0.9
+    assert expected["std"] < 0.05
+
+
+def test_images_of_a_class_without_neighbours_count_as_wrong(tmp_path: Path) -> None:
+    run = wp.pretrain(small_dino(tmp_path / "run", epochs=1, knn_images=3), quiet=True)
+    assert run.knn is not None
+    assert 0 <= run.knn < 0.4  # of the three test images, one has a class of the three that vote
+
+
+def test_a_teacher_that_diverges_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    settings = {"epochs": 3, "batch_size": 1400, "lr": 1e30, "warmup_epochs": 0.0, "clip": 0.0}
+    with pytest.raises(DivergedError, match=r"it begins with .* is the last good checkpoint, after step 0"):
+        wp.pretrain(small_dino(tmp_path / "run", **settings), quiet=True)
+
+
+def test_who_observes_may_show_the_backbone_images_of_any_size(tmp_path: Path) -> None:
+    def look(backbone: nn.Module) -> dict[str, Any]:
+        with torch.no_grad():
+            return {"norms": [backbone(torch.ones(1, 1, size, size)).norm().item() for size in (8, 12)]}
+
+    run = wp.pretrain(small_dino(tmp_path / "run", epochs=1, knn_images=0), quiet=True, observe=look)
+    events = read_journal(run.out, "observe")
+    assert [event["step"] for event in events] == [0, 11]
+    assert events[-1]["norms"] == pytest.approx(look(run.model)["norms"], rel=1e-4)
 
 
 def test_the_command_and_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from wellposed.bench.dino import DinoBench
 from wellposed.bench.plain_dino import Views, plain_batches, plain_dino_step
 from wellposed.cli import main
 from wellposed.data import make_shapes
@@ -30,6 +31,12 @@ def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(rows[0][2]) == 1.0
     assert main([*SMALL, "--windows", "0"]) == 2
     assert "windows=0" in capsys.readouterr().err
+
+
+def test_ours_trains_its_last_layer_as_the_peer_does() -> None:
+    data = make_shapes(16, 16)
+    config = DinoBench(model="vit_tiny_patch16_224", image_size=16, local_size=8, batch_size=4)._config(data)
+    assert config.freeze_last_epochs == 0
 
 
 def test_the_peer_learns_too() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import wellposed as wp
 from small_dino import small_dino
 from wellposed.diagnosis.sources import open_model
-from wellposed.errors import InvalidArgumentError, ModelFileError
+from wellposed.errors import InvalidArgumentError, ModelFileError, RecipeMismatchError
 from wellposed.recipes.dino_names import from_dino, read_dino
 from wellposed.training import load_dino, open_networks, save_dino
 from wellposed.training.dino_checkpoints import to_dino
@@ -112,6 +112,25 @@ def test_a_run_as_a_checkpoint_of_the_authors(tmp_path: Path) -> None:
     backbone, head = from_dino(to_dino(student, teacher), "student")
     assert all(torch.equal(backbone[name], tensor) for name, tensor in student.backbone.state_dict().items())
     assert all(torch.equal(head[name], tensor) for name, tensor in student.head.state_dict().items())
+
+
+def test_such_a_checkpoint_carries_its_recipe(tmp_path: Path) -> None:
+    """The names are those of a ViT with skips and softmax: its weights must not become another model's unseen."""
+    changes: dict[str, Any] = {"skips": False, "attention": "degree-3", "attention_scale": "learned"}
+    run = wp.pretrain(small_dino(tmp_path / "run", **changes, epochs=1, knn_images=0), quiet=True)
+    path = save_dino(tmp_path / "checkpoint.pth", *open_networks(run.out))
+    small = {"img_size": 8, "patch_size": 2, "depth": 2, "embed_dim": 16, "num_heads": 2, "in_chans": 1}
+    with pytest.raises(RecipeMismatchError, match="cut_skips"):
+        load_dino(vit(**small), path)
+    opened = open_model("vit_tiny_patch16_224", path, small)
+    assert wp.recipe(opened) == wp.recipe(run.model)
+    images = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(opened.eval()(images), run.model(images))
+    again = wp.use_attention(wp.cut_skips(vit(**small)), wp.Polynomial(3, learnable=True))
+    torch.testing.assert_close(load_dino(again, path).eval()(images), run.model(images))
+    torch.save(vit().state_dict(), tmp_path / "theirs.pth")
+    with pytest.raises(RecipeMismatchError, match="weights: no change"):
+        load_dino(wp.cut_skips(vit()), tmp_path / "theirs.pth")
 
 
 def test_what_is_no_checkpoint(networks: tuple[Network, Network], tmp_path: Path) -> None:

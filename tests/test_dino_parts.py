@@ -146,6 +146,24 @@ def test_crops_of_another_size_are_seen_as_timm_sees_them(kind: str) -> None:
     assert not [key for key in network.state_dict() if "positions" in key]
 
 
+@pytest.mark.parametrize("class_token", [True, False])
+def test_positions_are_as_exact_under_autocast(class_token: bool) -> None:
+    """As timm resamples them: in single precision, and so the residual stream is that of a global crop."""
+    small = {"img_size": 32, "patch_size": 4, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 0}
+    more = {"class_token": class_token, "global_pool": "token" if class_token else "avg"}
+    backbone = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **small, **more).eval()
+    local, seen = torch.randn(4, 3, 12, 12), []
+    backbone.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = backbone(local)
+        network = Network(backbone, Head(48, 16, 8, 20)).eval()
+        network.expect(12, 12)
+        found = network.features(local)
+    assert [tokens.dtype for tokens in seen] == [torch.float32] * 2
+    torch.testing.assert_close(seen[1], seen[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.float(), expected.float(), atol=2e-3, rtol=2e-3)
+
+
 def test_position_gradients_are_timms() -> None:
     small = {"img_size": 16, "patch_size": 4, "depth": 1, "embed_dim": 8, "num_heads": 2, "num_classes": 0}
     local, found = torch.randn(2, 1, 3, 8, 8), []

@@ -19,6 +19,7 @@ from wellposed.runs import read_journal
 from wellposed.studies.sequence_config import CONFIGS, SequenceStudy
 from wellposed.studies.sequence_task import make_model, read
 from wellposed.studies.sequences import SequenceOutcome, sequences
+from wellposed.training.classification import cross_entropy
 
 TINY: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "epochs": 1, "batch_size": 16, "device": "cpu"}
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -141,6 +142,16 @@ def test_an_interrupted_run_goes_on_to_the_same_end(of_listops: Path, tmp_path: 
     shutil.rmtree(newest)
     assert main([*LISTOPS, "--out", str(copy)]) == 0
     assert (copy / "outcomes.json").read_text() == (of_listops / "outcomes.json").read_text()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_every_place_is_repeatable_on_a_gpu(reduction: str) -> None:
+    """NLLLoss in two dimensions, which torch would take, raises there under use_deterministic_algorithms."""
+    logits, targets = torch.randn(2, 5, 7, requires_grad=True), torch.randint(0, 5, (2, 7))
+    found = cross_entropy(logits, targets, reduction=reduction)
+    torch.testing.assert_close(found, F.cross_entropy(logits, targets, reduction=reduction))
+    assert found.grad_fn is not None
+    assert found.grad_fn.name() == "NllLossBackward0"
 
 
 def test_a_text_is_learned(book: Path, tmp_path: Path) -> None:

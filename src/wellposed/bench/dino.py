@@ -98,6 +98,7 @@ class DinoBench:
                 compile=self.compile,
                 device=self.device,
                 epochs=1,
+                freeze_last_epochs=0.0,  # the plain loop trains its last layer at every step
                 drop_path=0.0,
                 collapse="warn",
                 seed=self.seed,

@@ -15,7 +15,7 @@ from wellposed.data.pictures import picture_files, read_picture
 from wellposed.diagnosis.diagnose import Inputs
 from wellposed.errors import DataError, InvalidArgumentError, ModelFileError
 from wellposed.families import blocks
-from wellposed.recipes import WEIGHTS, dino_names, load
+from wellposed.recipes import WEIGHTS, dino_names, load, replay
 
 _PREPROCESSOR = "preprocessor_config.json"
 
@@ -144,11 +144,13 @@ def _timm_model(name: str, checkpoint: Path | None, model_args: dict[str, Any]) 
     try:
         with torch.serialization.safe_globals(dino_names.PLAIN):
             state = timm.models.load_state_dict(str(checkpoint), use_ema=False, weights_only=True)
+        changes = dino_names.recipe_of(state)
         state = dino_names.from_dino(state)[0] if "teacher" in state else state
     except Exception as error:  # whatever a broken or hostile file makes the reader raise
         raise ModelFileError(f"{checkpoint} cannot be read as weights: {' '.join(str(error).split())[:300]}") from error
     heads = [len(value) for key, value in state.items() if key in {"head.weight", "head.fc.weight", "fc.weight"}]
     model = _created(name, {"num_classes": heads[0] if heads else 0, **model_args})
+    replay(model, changes)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -4,6 +4,7 @@ Theirs is a dictionary with `student`, whose names begin with module.backbone. o
 backbone. or head.; the backbone's names after that are timm's.
 """
 
+import json
 import os
 from argparse import Namespace
 from codecs import encode
@@ -18,6 +19,8 @@ from wellposed.errors import InvalidArgumentError, ModelFileError
 
 Who = Literal["student", "teacher"]
 WRAPPED = "module."
+RECIPE = "wellposed_recipe"
+"""In files that we write, beside the two: the recipe of the backbone as JSON, for the names do not tell it."""
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 PLAIN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     *(Namespace, np.dtype, type(np.dtype("float64")), encode, _SCALAR),
@@ -47,8 +50,13 @@ def from_dino(checkpoint: Mapping[str, Any], who: Who = "teacher") -> tuple[dict
     return rest, head
 
 
-def read_dino(path: str | os.PathLike[str], who: Who = "teacher") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`from_dino` of a file that torch.save wrote; nothing in it is executed."""
+def recipe_of(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The changes under which the weights in `checkpoint` were trained; none in a file of DINO's authors."""
+    return json.loads(checkpoint.get(RECIPE, "[]"))
+
+
+def open_dino(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What torch.save wrote into a file, for `from_dino` and `recipe_of`; nothing in it is executed."""
     try:
         with torch.serialization.safe_globals(PLAIN):
             found = torch.load(path, map_location="cpu", weights_only=True)
@@ -60,4 +68,9 @@ def read_dino(path: str | os.PathLike[str], who: Who = "teacher") -> tuple[dict[
         ) from error
     if not isinstance(found, Mapping):
         raise ModelFileError(f"{path} holds a {type(found).__name__}: expected a dictionary of weights")
-    return from_dino(found, who)
+    return found
+
+
+def read_dino(path: str | os.PathLike[str], who: Who = "teacher") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`from_dino` of a file."""
+    return from_dino(open_dino(path), who)

@@ -102,7 +102,7 @@ class Classification:
         self._optimizer.zero_grad()
         with self._autocast():
             logits = self._logits(self._forward, images)
-        loss = F.cross_entropy(logits.float(), targets, label_smoothing=self._config.label_smoothing)
+        loss = cross_entropy(logits, targets, label_smoothing=self._config.label_smoothing)
         self._accelerator.backward(loss)
         reported = {"loss": loss.detach()}
         if self._config.clip:
@@ -134,7 +134,7 @@ class Classification:
         for images, labels in self._test:
             with self._autocast():
                 logits = self._logits(model, images)
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            loss = cross_entropy(logits, labels, reduction="sum")
             right = (logits.argmax(1) == labels).sum()
             sums += torch.stack([loss, right, torch.tensor(labels.numel(), device=loss.device)])
         self.model.train()
@@ -171,3 +171,13 @@ class Classification:
         self.loader.load_state_dict(state["loader"])
         if self._ema is not None:
             self._ema.load_state_dict(state["average"])
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """In float32, of logits (B, classes), or (B, classes, L) where each place has a target.
+
+    Places are taken as samples: for a third dimension, torch has no kernel that is repeatable on a GPU.
+    """
+    if logits.ndim == 3:
+        logits, targets = logits.mT.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(logits.float(), targets, **options)

@@ -1,5 +1,6 @@
 """Networks to and from DINO's own checkpoints, whose names `recipes.dino_names` explains."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wellposed.errors import ModelFileError
-from wellposed.recipes import load
-from wellposed.recipes.dino_names import WRAPPED, Who, read_dino
+from wellposed.recipes import check_same_changes, load, recipe
+from wellposed.recipes.dino_names import RECIPE, WRAPPED, Who, from_dino, open_dino, recipe_of
 from wellposed.runs import Checkpoints, atomic_path
 from wellposed.training.dino_network import Head, Network
 from wellposed.training.dino_task import REST
@@ -26,9 +27,12 @@ def to_dino(student: Network, teacher: Network) -> dict[str, dict[str, Tensor]]:
 def load_dino(model: nn.Module, path: str | os.PathLike[str], who: Who = "teacher") -> nn.Module:
     """Load the backbone in DINO's checkpoint at `path` into a timm ViT of the same shape, and return it.
 
-    A classifier that the model has on top keeps its weights.
+    A classifier that the model has on top keeps its weights. RecipeMismatchError if it is not changed as the backbone
+    was; one of DINO's authors was not changed at all: cut skips and the like after it is loaded.
     """
-    backbone, _ = read_dino(path, who)
+    found = open_dino(path)
+    check_same_changes(model, recipe_of(found), str(path))
+    backbone, _ = from_dino(found, who)
     own = model.state_dict()
     classifier = {name for name in own if name.startswith(("head.", "fc_norm."))}
     fits = own.keys() - classifier == backbone.keys() - classifier
@@ -44,9 +48,9 @@ def load_dino(model: nn.Module, path: str | os.PathLike[str], who: Who = "teache
 
 
 def save_dino(path: str | os.PathLike[str], student: Network, teacher: Network) -> Path:
-    """Write both networks as one of DINO's checkpoints."""
+    """Write both networks as one of DINO's checkpoints; the recipe of the backbone stands beside them."""
     with atomic_path(path) as temporary:
-        torch.save(to_dino(student, teacher), temporary)
+        torch.save({**to_dino(student, teacher), RECIPE: json.dumps(recipe(teacher.backbone))}, temporary)
     return Path(path)
 
 

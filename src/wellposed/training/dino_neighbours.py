@@ -1,5 +1,6 @@
 """How good features are while they are learned: k-NN accuracy on a labelled set, and how different they are."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,15 +76,23 @@ class Neighbours:
     def evaluate(self, network: Network, image_size: int) -> dict[str, float]:
         """Top-1 accuracy of the test set by its nearest neighbours in the training set, and the spread of its features.
 
-        Images are shown at `image_size`.
+        Images are shown at `image_size`. All are NaN where a feature is not finite. Images of a class that none of the
+        neighbours has count as wrong.
         """
         (train_ND, train_labels_N), (test_MD, test_labels_M) = (
             self._features(network, loader, image_size) for loader in self._loaders
         )
+        if not (train_ND.isfinite().all() and test_MD.isfinite().all()):
+            return dict.fromkeys(("knn", "std", "rank"), math.nan)
         voters = min(NEIGHBOURS, len(train_ND))
-        found = knn(train_ND, train_labels_N, test_MD, test_labels_M, voters)[voters]
-        std, rank = spread(test_MD)
-        return {"knn": found.top1, "std": std.item(), "rank": rank.item()}
+        known_M = torch.isin(test_labels_M, train_labels_N)
+        top1 = 0.0
+        # Similarities rounded to half precision could not tell the neighbours among features that lie close together.
+        with torch.autocast(test_MD.device.type, enabled=False):
+            if known_M.any():
+                top1 = knn(train_ND, train_labels_N, test_MD[known_M], test_labels_M[known_M], voters)[voters].top1
+            std, rank = spread(test_MD)
+        return {"knn": top1 * known_M.double().mean().item(), "std": std.item(), "rank": rank.item()}
 
     def _features(self, network: Network, loader: Loader, image_size: int) -> tuple[Tensor, Tensor]:
         parts, labels = [], []

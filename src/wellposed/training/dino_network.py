@@ -3,6 +3,8 @@
 Shapes: N images, V views of each, D width of the backbone, K outputs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -57,7 +59,7 @@ class Network(nn.Module):
         self.backbone, self.head = backbone, head
         self._resamples = isinstance(backbone, VisionTransformer) and backbone.pos_embed is not None
         if self._resamples:
-            take_sizes_from_positions(backbone)
+            _take_any_size(backbone, False)
 
     def forward(self, *views_NVCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (N, V, K) and features (N, V, D) of all views, given as one batch per size of crop."""
@@ -76,7 +78,8 @@ class Network(nn.Module):
         if grid == tuple(backbone.patch_embed.grid_size):
             return backbone(images_BCHW)
         resample = getattr(self, self._matrix(grid))
-        positions_1ND = resample.to(backbone.pos_embed.dtype) @ backbone.pos_embed
+        with torch.autocast(images_BCHW.device.type, enabled=False):  # as exact as the positions of a global crop
+            positions_1ND = resample.to(backbone.pos_embed.dtype) @ backbone.pos_embed
         return functional_call(backbone, {"pos_embed": positions_1ND}, (images_BCHW,))
 
     def expect(self, height: int, width: int) -> None:
@@ -95,6 +98,17 @@ class Network(nn.Module):
         matrix = resample_abs_pos_embed(identity, list(grid), list(patch.grid_size), prefix)[0]
         self.register_buffer(self._matrix(grid), matrix.to(backbone.pos_embed.device), persistent=False)
 
+    @contextmanager
+    def backbone_of_any_size(self) -> Iterator[nn.Module]:
+        """The backbone as timm made it, which called by itself takes images of any size; only within the context."""
+        if self._resamples:
+            _take_any_size(self.backbone, True)
+        try:
+            yield self.backbone
+        finally:
+            if self._resamples:
+                _take_any_size(self.backbone, False)
+
     @staticmethod
     def _matrix(grid: tuple[int, int]) -> str:
         return f"positions_{grid[0]}_{grid[1]}"
@@ -105,7 +119,7 @@ class Network(nn.Module):
         return {f"backbone.{name}" for name in exempt}
 
 
-def take_sizes_from_positions(backbone: Any) -> None:
-    """Have a dynamic ViT use its position embedding as it is, whatever the size of the images."""
-    backbone.dynamic_img_size = False
-    backbone.patch_embed.flatten = True
+def _take_any_size(backbone: Any, on: bool) -> None:
+    """Have a dynamic ViT resample its position embedding to the size of the images, or use it as it is."""
+    backbone.dynamic_img_size = on
+    backbone.patch_embed.flatten = not on

@@ -26,8 +26,8 @@ from wellposed.training.dino_network import Head, Network
 from wellposed.training.dino_schedules import cosine, line, warmed_up
 from wellposed.training.dino_watch import Watch
 from wellposed.training.guards import is_repeatable
-from wellposed.training.loop import Remark
 from wellposed.training.models import changed_model
+from wellposed.training.task import Remark
 
 REST = "dino.safetensors"
 """In a checkpoint, beside the teacher's backbone: the student and both heads."""
@@ -104,6 +104,7 @@ class Dino:
         views = [(made - self.loader.mean) / self.loader.std for made in self._views(images, targets)]
         views = views if config.local_crops else views[:1]
         self._schedule(step)
+        self._optimizer.zero_grad()
         with self._autocast():
             with torch.no_grad():
                 teacher_NGK, features_NGD = self._teach(views[0])
@@ -116,7 +117,6 @@ class Dino:
             student_temp=config.student_temp,
             teacher_temp=torch.full((), temperature, device=images.device),
         )
-        self._optimizer.zero_grad()
         self._accelerator.backward(found.loss)
         if step < config.freeze_last_epochs * len(self.loader):
             self.model.head.last_layer.weight_v.grad = None
@@ -165,8 +165,9 @@ class Dino:
         return self._teacher.backbone
 
     def observed(self, look: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
-        """What `look` sees of the teacher's backbone."""
-        return look(self.tested_model())
+        """What `look` sees of the teacher's backbone, which takes images of any size."""
+        with self._teacher.backbone_of_any_size() as backbone:
+            return look(backbone)
 
     def networks(self) -> tuple[Network, Network]:
         """Student and teacher."""

@@ -10,7 +10,7 @@ lasts for several such times, and begins to count anew where the information has
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wellposed.training.loop import Remark
+from wellposed.training.task import Remark
 
 LEAST_INFORMATION = 0.01
 """In nats; on digits, runs that learn pass through 0.02 to 0.05, and those that collapse fall to 0.002 and less."""

@@ -4,82 +4,21 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
-from wellposed.data import Loader
 from wellposed.errors import DivergedError, RunError
 from wellposed.runs import Checkpoints, Journal, step_of, writing_to
 from wellposed.training.display import Display
 from wellposed.training.guards import FirstFailure, Interrupts
+from wellposed.training.task import Remark, Task
 
 _STATE = "state.pt"
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What a task has to say about its own numbers: a sentence, and whether the run is lost."""
-
-    text: str
-    lost: bool = False
-
-
-class Task(Protocol):
-    """What is trained: a model, its data, and what one step does."""
-
-    loader: Loader
-
-    @property
-    def model(self) -> nn.Module:
-        """What learns."""
-        ...
-
-    @property
-    def last_good(self) -> int | None:
-        """The step after which its numbers began to look as if the run were lost; None while all is well."""
-        ...
-
-    def train_step(self, images: Tensor, targets: Tensor, step: int) -> dict[str, Tensor]:
-        """Take step number `step`, counted from 0; "loss" and other numbers to report, on the device, unread."""
-        ...
-
-    def learning_rate(self, step: int) -> float:
-        """Of step number `step`."""
-        ...
-
-    def judge(self, step: int, values: dict[str, float]) -> Remark | None:
-        """Look at the numbers reported after `step` steps, the same in every process, and say what is to be said."""
-        ...
-
-    def evaluate(self) -> dict[str, float]:
-        """What to report at the end of an epoch."""
-        ...
-
-    def save_weights(self, folder: Path) -> None:
-        """Write the weights that are trained into `folder`."""
-        ...
-
-    def save_tested(self, folder: Path) -> None:
-        """Write the weights that are tested into `folder`: those above, or their average."""
-        ...
-
-    def load_weights(self, folder: Path) -> None:
-        """Read what `save_weights` wrote."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything else that the next step depends on."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        ...
 
 
 class Loop:
@@ -182,7 +121,7 @@ class Loop:
     def _evaluate(self) -> None:
         self.display.testing()
         self.results = self.task.evaluate()
-        if not math.isfinite(self.results.get("loss", 0.0)):
+        if not all(map(math.isfinite, self.results.values())):
             self._explain(self.step)
         self._lap()
         self._report("test", **self.results, seconds=self.seconds)

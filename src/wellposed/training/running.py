@@ -15,8 +15,9 @@ from wellposed.runs import is_free, locked, provenance, write_json, writing_to
 from wellposed.training.accelerators import make_accelerator
 from wellposed.training.display import Display
 from wellposed.training.guards import repeatable
-from wellposed.training.loop import Loop, Task
+from wellposed.training.loop import Loop
 from wellposed.training.run_config import FREE, RUN_CONFIG, RunConfig
+from wellposed.training.task import Task
 
 _RESULT = "result.json"
 
