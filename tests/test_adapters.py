@@ -442,3 +442,15 @@ def test_tied_weights_stay_tied() -> None:
     assert not torch.equal(base["embedding"].get_base_layer().weight, before)
     model.unmerge_adapter()
     assert base["embedding"].get_base_layer().weight is base["out"].weight
+
+
+@every_layer
+def test_cast_while_merged(layer: str) -> None:
+    """`unmerge` gives back a weight of the type that the model has by then."""
+    model = adapted(layer)
+    expected = copy.deepcopy(model).to(torch.bfloat16)
+    model.merge_adapter()
+    model.to(torch.bfloat16)
+    model.unmerge_adapter()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model(IDS), expected(IDS))

@@ -19,7 +19,7 @@ from wellposed.attention import (
 )
 from wellposed.attention.eager import attention_weights, eager_attention
 from wellposed.attention.functional import attend
-from wellposed.attention.specs import from_json
+from wellposed.attention.specs import from_json, phi_of
 from wellposed.errors import InvalidArgumentError
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -234,6 +234,10 @@ def test_degrees_that_are_none(degree: Any) -> None:
         polynomial_attention(q, k, v, degree=degree)
     with pytest.raises(InvalidArgumentError, match="expected 1, 2 or 3"):
         Polynomial(degree)
+
+
+def test_a_degree_is_a_whole_number_whatever_it_is_written_as() -> None:
+    assert phi_of(Polynomial(2.0)) == "power2"  # type: ignore[arg-type]
 
 
 @every_function

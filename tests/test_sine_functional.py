@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ def by_definition(
     delta = scale * torch.sin(omega * (b.double() @ a.double()))
     y = x.double() @ (delta if weight0 is None else weight0.double() + delta).T
     return y if bias is None else y + bias.double()
+
+
+BOTH = (sine_linear, by_definition)
 
 
 def gradients(y: Tensor, inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
@@ -191,6 +195,9 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
     for asked in ((True, True, True), (True, False, False), (False, False, True)):
         arguments = (dy, x, inputs[1], a, b, 2.0, 0.5, *asked)
         torch.library.opcheck(torch.ops.wellposed.sine_linear_backward.default, arguments)
+    across = (a.T.contiguous().T, b.T.contiguous().T)
+    arguments = (dy, x, inputs[1], *across, 2.0, 0.5, True, True, True)
+    torch.library.opcheck(torch.ops.wellposed.sine_linear_backward.default, arguments)
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
@@ -224,6 +231,25 @@ def test_sharded_parameters() -> None:
     right = torch.autograd.grad(expected.sum(), (a, b))
     assert sharded.a.grad.full_tensor().equal(right[0])  # type: ignore[union-attr, operator]
     assert sharded.b.grad.full_tensor().equal(right[1])  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("without", [(), (1, 2)])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, in jvp
+def test_transforms_of_torch_func(dtype: torch.dtype, without: tuple[int, ...]) -> None:
+    """jvp would take the registered operation for a constant, without a word; the others raise."""
+    inputs = [None if index in without else each for index, each in enumerate(layer(dtype=dtype))]
+    x, weight0, bias, a, b = (None if each is None else each.detach() for each in inputs)
+    loose = {} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.1}
+    close = partial(torch.testing.assert_close, check_dtype=False, **loose)
+
+    def of(function: Any) -> Any:
+        return lambda x, a, b: function(x, weight0, bias, a, b, 2.0, 0.5)
+
+    tangents = tuple(torch.randn_like(each) for each in (x, a, b))
+    close(*(torch.func.jvp(of(each), (x, a, b), tangents) for each in BOTH))
+    close(*(torch.func.jacrev(of(each), argnums=(0, 1, 2))(x[0, :1], a, b) for each in BOTH))
+    close(*(torch.func.vmap(of(each), (0, None, None))(x, a, b) for each in BOTH))
 
 
 def test_second_derivatives_are_refused() -> None:

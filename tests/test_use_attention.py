@@ -453,7 +453,12 @@ def test_another_implementation_afterwards_is_not_silent() -> None:
     with pytest.raises(UnsuitableModelError, match="'eager', which would compute softmax"):
         model(**tokens())
     model.set_attn_implementation(IMPLEMENTATION)
-    model(**tokens())
+    expected = model(**tokens()).logits
+    model.set_attn_implementation("eager")
+    use_attention(model, Polynomial(3))
+    assert torch.equal(model(**tokens()).logits, expected)
+    model.set_attn_implementation("sdpa")
+    assert use_attention(model, Softmax()).config._attn_implementation == "sdpa", "chosen since, and kept"
 
 
 def test_the_implementation_before_comes_back() -> None:
@@ -657,11 +662,12 @@ def test_no_spec(spec: Any) -> None:
         (convmixer, "ConvMixer has no known attention layer.*timm Swin"),
         (lambda: nn.Linear(2, 2), "Linear has no known attention layer"),
         (lambda: gpt2(add_cross_attention=True), "cross-attention"),
+        (lambda: bert(is_decoder=True, add_cross_attention=True), "crossattention is cross-attention"),
         (lambda: timm.create_model("beit_base_patch16_224", depth=1), "Beit has no known attention layer"),
         (lambda: timm.create_model("cait_xxs24_224", depth=1, embed_dim=32, num_heads=4), "timm.models.cait"),
         (lambda: timm.create_model("swinv2_tiny_window8_256", depths=(1,), embed_dim=12, num_heads=(2,)), "no known"),
     ],
-    ids=["convmixer", "linear", "cross", "beit", "cait", "swinv2"],
+    ids=["convmixer", "linear", "cross", "bert cross", "beit", "cait", "swinv2"],
 )
 def test_unknown_models(make: Callable[[], nn.Module], message: str) -> None:
     with torch.device("meta"):

@@ -82,7 +82,7 @@ def hf_vit() -> nn.Module:
     )
 
 
-def bert() -> nn.Module:
+def bert(**arguments: Any) -> nn.Module:
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(
             vocab_size=VOCABULARY,
@@ -91,6 +91,7 @@ def bert() -> nn.Module:
             num_attention_heads=4,
             intermediate_size=128,
             max_position_embeddings=32,
+            **arguments,
         )
     )
 

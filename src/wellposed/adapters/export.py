@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ _EXACT_SIDE = 1024
 """Up to this many rows or columns a matrix is decomposed as a whole."""
 _SHARED = (
     *("base_model_name_or_path", "revision", "task_type", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "bias", "modules_to_save", "auto_mapping", "trainable_token_indices"),
+    *("layers_pattern", "bias", "modules_to_save", "auto_mapping", "trainable_token_indices", "ensure_weight_tying"),
 )
 
 
@@ -93,7 +92,8 @@ def to_lora(adapter: nn.Module, r: int, adapter_name: str | None = None) -> Lora
         known = ", ".join(key for key, config in configs.items() if isinstance(config, SineLoraConfig))
         raise InvalidArgumentError(f"{type(model).__name__} has no sine adapter {name!r}; it has {known or 'none'}")
     others = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    state = {key: value.contiguous().cpu() for key, value in others.items() if ".lora_" not in key}
+    # Copies: tied weights are one tensor under two names, which a safetensors file cannot hold.
+    state = {key: value.detach().cpu().clone() for key, value in others.items() if ".lora_" not in key}
     errors = {}
     for key, layer in tracked(layers, "to LoRA"):
         a, b, errors[key] = nearest_factors(layer.change(name), r)
@@ -101,7 +101,12 @@ def to_lora(adapter: nn.Module, r: int, adapter_name: str | None = None) -> Lora
         for letter, factor in (("A", a), ("B", b)):
             end = f"lora_embedding_{letter}" if embedding else f"lora_{letter}.weight"
             state[f"base_model.model.{key}.{end}"] = factor.contiguous().cpu()
-    shared = {field: getattr(model.peft_config[name], field, None) for field in _SHARED}
+    own = model.peft_config[name]
+    shared = {field: getattr(own, field, None) for field in _SHARED}
+    if own.use_dora and getattr(own, "target_modules_to_tie", None):
+        # Tied layers share their factors, but DoRA's norms are along the rows of one and the columns of the other.
+        by_name = {"target_modules": [key for key, _ in layers], "layers_to_transform": None, "layers_pattern": None}
+        shared |= by_name | {"ensure_weight_tying": False}
     transposed = any(isinstance(layer.get_base_layer(), Conv1D) for _, layer in layers)
     config = LoraConfig(r=r, lora_alpha=r, inference_mode=True, fan_in_fan_out=transposed, **shared)
     return LoraExport(config, state, errors)
@@ -123,6 +128,5 @@ def nearest_factors(delta: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     root = values[:kept].sqrt()
     a, b = delta.new_zeros(rank, delta.shape[1]), delta.new_zeros(delta.shape[0], rank)
     a[:kept], b[:, :kept] = root[:, None] * vh[:kept], u[:, :kept] * root
-    whole = float(delta.square().sum())
-    left = whole - float(values[:kept].square().sum())
-    return a, b, sqrt(max(0.0, left) / whole) if whole > 0 else 0.0
+    whole = float(delta.norm())
+    return a, b, float((delta - b @ a).norm()) / whole if whole > 0 else 0.0

@@ -47,7 +47,7 @@ class SineLayer(LoraLayer):  # type: ignore[misc]
     """g of each adapter."""
     lora_magnitude: nn.ParameterDict
     """DoRA's m, (out,), of each adapter that has one."""
-    base_kept: Kept | None
+    base_kept: Kept | None = None
     """The base layer's own weight, while adapters are merged into it."""
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class SineLayer(LoraLayer):  # type: ignore[misc]
                 "and columns of its update are not on one device. Use FSDP."
             )
         if "lora_magnitude" not in self._modules:
-            self.omega, self.gain, self.base_kept = {}, {}, None
+            self.omega, self.gain = {}, {}
             self.lora_magnitude = nn.ParameterDict()
         super().update_layer(adapter_name, r, lora_alpha, config=config, **kwargs)
         self.gain[adapter_name] = sqrt(self.in_features) if config.gain is None else float(config.gain)
@@ -161,6 +161,14 @@ class SineLayer(LoraLayer):  # type: ignore[misc]
         restore(self.get_base_layer(), self.base_kept)
         self.base_kept = None
         self.merged_adapters.clear()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """A model that is moved or cast while adapters are merged takes W0 along, or `unmerge` would not fit it."""
+        super()._apply(fn, recurse)
+        kept = None if self.base_kept is None else self.base_kept[0]
+        if type(kept) is nn.Parameter:
+            kept.data = fn(kept.data)
+        return self
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)

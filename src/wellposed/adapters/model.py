@@ -84,7 +84,7 @@ class SineLoraModel(LoraModel):  # type: ignore[misc]
                 "above its smaller side. Use a smaller r, or rank_pattern for this layer.",
                 stacklevel=2,
             )
-        if target_name in (getattr(lora_config, "target_modules_to_tie", None) or ()):
+        if is_target(current_key, getattr(lora_config, "target_modules_to_tie", None) or ()):
             embedding: Any = self.model.get_input_embeddings()
             layer.gain[adapter_name] = embedding.gain[adapter_name]
             layer.omega[adapter_name] = embedding.omega[adapter_name]

@@ -97,6 +97,7 @@ def _replaced(model: nn.Module, spec: Spec, only: Sequence[str] | None) -> list[
     for _, module, site in changing:
         set_sites(module, site.forward(), replace(sites_of(module), attention=wanted))
         _set_parameter(module, site.heads(module) if isinstance(spec, Polynomial) and spec.learnable else 0)
+    for _, module, _ in found:  # also those that had `spec`: set_attn_implementation may have been called since
         _point_transformers_here(module)
     _point_transformers_back(model)
     if changing:
@@ -140,7 +141,9 @@ def _point_transformers_back(model: nn.Module) -> None:
     for module in modules:
         config: Any = getattr(module, "config", None)
         if _BEFORE in vars(module) and id(config) in whole - used:
-            config._attn_implementation = vars(module).pop(_BEFORE)
+            before = vars(module).pop(_BEFORE)
+            if config._attn_implementation == IMPLEMENTATION:  # else it was chosen since
+                config._attn_implementation = before
 
 
 def _warn_of_dropout(found: Sequence[tuple[str, nn.Module, AttentionSite]], spec: Spec) -> None:

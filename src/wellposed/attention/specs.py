@@ -26,7 +26,7 @@ class Polynomial:
     """Multiply s by exp(t) with a parameter t for each head, `log_scale_bias`, that starts at 0."""
 
     def __post_init__(self) -> None:
-        checked_degree(self.degree)
+        object.__setattr__(self, "degree", checked_degree(self.degree))
         number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
         if self.scale is not None and not (number and isfinite(self.scale) and self.scale > 0):
             raise InvalidArgumentError(f"scale={self.scale!r}: expected a number above 0, or None for 1 / sqrt(n)")

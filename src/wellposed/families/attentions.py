@@ -100,9 +100,10 @@ def attentions(model: nn.Module) -> list[tuple[str, nn.Module, AttentionSite]]:
     found = [(name, module, _BY_PATH[class_path(module)]) for name, module in modules.items() if _is_known(module)]
     if not found:
         raise UnknownFamilyError(f"{_name_of(model)} has no known attention layer. {_known()}")
-    for name, module, site in found:
+    for name, module in modules.items():
         if getattr(module, "is_cross_attention", False):
             raise UnknownFamilyError(f"{name} is cross-attention, which is not supported. {_known()}")
+    for name, _, site in found:
         for around in _around(name):
             home = library_class(modules[around]).__module__
             if home.startswith(_LIBRARIES) and home not in site.homes:

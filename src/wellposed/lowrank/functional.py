@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
+from wellposed.lowrank.eager import sine_delta
 from wellposed.lowrank.passes import factor_gradients, sine_weights
 
 
@@ -30,7 +31,7 @@ def sine_linear(
 
     The rank product, the sine and the cosine are computed in float32 at least, whatever autocast says; an update below
     the last bit of a bfloat16 or float16 W0 is not rounded away. Works under torch.compile and gradient checkpointing;
-    `weight0` gets a gradient only if it asks for one.
+    `weight0` gets a gradient only if it asks for one. Within torch.func's transforms the out x in matrices are kept.
 
     Args:
         x: (..., in).
@@ -58,6 +59,8 @@ def sine_linear(
     _check(x, weight0, bias, a, b, autocast)
     if not torch.compiler.is_compiling() and not (isfinite(omega) and omega > 0 and isfinite(scale)):
         raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
+    if _within_transform():
+        return _by_definition(x, weight0, bias, a, b, omega, scale)
     return _sine_linear(x, weight0, bias, a, b, omega, scale)
 
 
@@ -76,6 +79,22 @@ def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b:
             raise InvalidArgumentError(f"{name} is {each.dtype}: expected a floating-point type{hint}")
         if name in {"weight0", "bias"} and each is not None and each.dtype != x.dtype and not autocast:
             raise InvalidArgumentError(f"x is {x.dtype} and {name} {each.dtype}: expected one type, or torch.autocast")
+
+
+def _within_transform() -> bool:
+    """Whether torch.func's vmap, vjp or jvp look on; the last would take an operation of ours for a constant."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _by_definition(
+    x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
+) -> Tensor:
+    """The same in float32 at least, as torch's own operations, which every transform knows."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    with _as_written(x):
+        weight_OI = sine_delta(a, b, omega, scale, precise)
+        weight_OI = weight_OI if weight0 is None else weight_OI + weight0.to(precise)
+        return F.linear(x.to(precise), weight_OI, None if bias is None else bias.to(precise)).to(x.dtype)
 
 
 def _shapes(given: dict[str, Tensor | None]) -> str:
