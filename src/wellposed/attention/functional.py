@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from wellposed.attention.eager import PHIS, eager_attention, per_head, spread, visible_keys
 from wellposed.attention.ops import elementwise_attention
 from wellposed.errors import InvalidArgumentError
+from wellposed.spectrum.modes import within_transform
 
 DEGREES = (1, 2, 3)
 
@@ -132,7 +133,7 @@ def attend(
         return _fused_softmax(q, k, v, scale=scale, mask=mask, bias=bias, dropout=dropout, **shared)
     if phi not in PHIS:
         raise InvalidArgumentError(f"phi={phi!r}: expected 'softmax' or one of {', '.join(PHIS)}")
-    if mask is None and bias is None and not dropout and not _within_transform():
+    if mask is None and bias is None and not dropout and not within_transform():
         return elementwise_attention(q, k, v, phi=phi, scale=scale, **shared)
     return eager_attention(q, k, v, phi=phi, scale=scale, mask=mask, bias=bias, dropout=dropout, **shared)
 
@@ -251,8 +252,3 @@ def _in_autocast_type(*tensors: Tensor) -> tuple[Tensor, ...]:
     wanted = torch.get_autocast_dtype(kind)
     cast = (x.to(wanted) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return tuple(cast)
-
-
-def _within_transform() -> bool:
-    """Whether torch.func's vmap, vjp or jvp look on."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -12,6 +12,7 @@ from wellposed.errors import InvalidArgumentError
 from wellposed.graying.cosine import gray_by_cosines
 from wellposed.graying.rational import FLOORS, Rational, floored_power
 from wellposed.graying.spectral import gray_by_fractions
+from wellposed.spectrum.modes import within_transform
 
 Kind = Literal["svd", "dct"]
 
@@ -90,9 +91,7 @@ def _grayed(x_BND: Tensor, eps: float, tol: float, power: Rational | None) -> Te
 
 def _can_be_read(x: Tensor, on: tuple[str, ...] = ("cpu",)) -> bool:
     """Whether what is in `x` may decide what happens: not within a compiler or torch.func; a GPU would have to wait."""
-    if torch.compiler.is_compiling() or x.device.type not in on:
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return x.device.type in on and not torch.compiler.is_compiling() and not within_transform()
 
 
 def graying(kind: str, eps: float | None = None, tol: float | None = None) -> Graying:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.lowrank.eager import sine_delta
 from wellposed.lowrank.passes import factor_gradients, sine_weights
+from wellposed.spectrum.modes import within_transform
 
 
 def sine_linear(
@@ -59,7 +60,7 @@ def sine_linear(
     _check(x, weight0, bias, a, b, autocast)
     if not torch.compiler.is_compiling() and not (isfinite(omega) and omega > 0 and isfinite(scale)):
         raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
-    if _within_transform():
+    if within_transform():
         return _by_definition(x, weight0, bias, a, b, omega, scale)
     return _sine_linear(x, weight0, bias, a, b, omega, scale)
 
@@ -79,11 +80,6 @@ def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b:
             raise InvalidArgumentError(f"{name} is {each.dtype}: expected a floating-point type{hint}")
         if name in {"weight0", "bias"} and each is not None and each.dtype != x.dtype and not autocast:
             raise InvalidArgumentError(f"x is {x.dtype} and {name} {each.dtype}: expected one type, or torch.autocast")
-
-
-def _within_transform() -> bool:
-    """Whether torch.func's vmap, vjp or jvp look on; the last would take an operation of ours for a constant."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _by_definition(

@@ -1,9 +1,10 @@
-"""Measuring a model in eval mode, whichever mode it is in."""
+"""How a model is being run: in eval mode, whichever mode it is in; within a transform of torch.func."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -18,3 +19,8 @@ def in_eval_mode(module: Any) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def within_transform() -> bool:
+    """Whether torch.func's vmap, vjp or jvp look on, the last of which takes operations of ours for constants."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
