@@ -312,6 +312,18 @@ def test_one_line_says_that_triton_is_missing(
     assert torch.equal(o, eager_attention(x, x, x, phi="power3", logit_scale=1.0))
 
 
+@pytest.mark.skipif(ops.INTERPRETED, reason="the interpreter multiplies in float32")
+@pytest.mark.parametrize(("wanted", "product"), [("tf32", "tf32"), ("ieee", "tf32x3")])
+def test_products_of_float32_are_as_exact_as_torchs(wanted: str, product: str) -> None:
+    kernels = pytest.importorskip("wellposed.attention.kernels", reason="Triton is not installed")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = wanted
+        assert kernels._precision() == product
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_triton_is_imported_when_it_is_used() -> None:
     code = "import sys, wellposed.attention.ops; print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -214,6 +214,36 @@ def check_gradients(
 
 
 @interpreted
+def test_sums_are_in_float32_whatever_torch_makes_by_default() -> None:
+    from wellposed.lowrank.kernels import factor_gradients
+
+    a, b = factors(140, 70, 3)
+    p, before = torch.randn(140, 70), torch.get_default_dtype()
+    expected = factor_gradients(p, a, b, 2.0, 0.5)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        again = factor_gradients(p, a, b, 2.0, 0.5)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(map(torch.equal, again, expected))
+
+
+SIZES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (77, 99), (9, 10**6)]
+
+
+@compiled
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+def test_programs_end_together(rows: int, cols: int) -> None:
+    from wellposed.lowrank import kernels
+
+    blocks, tiles = -(-rows // kernels._HIGH), -(-cols // kernels._NARROW)
+    each = kernels._tiles_each(blocks, tiles)
+    rounds = -(-blocks * -(-tiles // each) // kernels._AT_A_TIME)
+    assert 1 <= each <= tiles
+    assert rounds * each <= max(1.25 * blocks * tiles / kernels._AT_A_TIME, 1)
+
+
+@interpreted
 def test_nothing_to_do() -> None:
     from wellposed.lowrank.kernels import factor_gradients, sine_weight
 

@@ -228,17 +228,14 @@ def _precision() -> str:
     """How float32 is multiplied: in one pass of TF32 where torch's matrix products are, otherwise in three."""
     if triton.knobs.runtime.interpret:
         return "interpreted"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # Not torch.get_float32_matmul_precision, which raises once this has been set.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def _sizes(tiles: Tiles) -> dict[str, int]:
-    return {
-        "BM": tiles.bm,
-        "BN": tiles.bn,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        "enable_fp_fusion": True,
-    }
+    sizes = {"BM": tiles.bm, "BN": tiles.bn, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    capped = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return {**sizes, **capped, "enable_fp_fusion": True}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

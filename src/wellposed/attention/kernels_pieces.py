@@ -66,7 +66,7 @@ def by_rule(seen, PHI: tl.constexpr):
     if PHI == "relu":
         return 1.0 / seen
     else:
-        return 1.0 / tl.sqrt(seen)
+        return tl.rsqrt(seen)
 
 
 @triton.jit

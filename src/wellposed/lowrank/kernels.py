@@ -20,6 +20,7 @@ Shapes: O out, I in, r rank.
 # mypy: disable-error-code="import-untyped, no-untyped-def"
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from math import pi
 from typing import Any
 
@@ -34,8 +35,8 @@ _ONE_READ = 32
 """The largest rank for which the partial sums of a second gradient are less to write than dy^T x is to read again."""
 _HIGH, _WIDE, _NARROW = 128, 64, 32
 """Rows of a block, columns of a block of the weight, and of one of dy^T x, of which more has to fit into registers."""
-_PROGRAMS = 512
-"""As many as keep a large GPU busy."""
+_AT_A_TIME = 264
+"""Programs that run side by side on a large GPU: two on each of 132 multiprocessors."""
 
 
 def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float, dtype: torch.dtype) -> Tensor:
@@ -66,7 +67,7 @@ def factor_gradients(p_OI: Tensor, a: Tensor, b: Tensor, omega: float, scale: fl
     P is dy^T x, (out, in). The same bits every time: sums over programs are formed afterwards, in one order.
     """
     if p_OI.numel() == 0:
-        return torch.zeros_like(a), torch.zeros_like(b)
+        return a.new_zeros(a.shape), b.new_zeros(b.shape)
     if len(a) <= _ONE_READ:
         db_Or, da_Ir = _gradients(p_OI, b, a.T, omega, scale, both=True)
     else:
@@ -92,10 +93,10 @@ def _gradients(
     (rows, cols), r = p.shape, left.shape[1]
     chunk, light = _chunk(r), r <= _ONE_READ and p.dtype != torch.float32
     blocks, tiles = triton.cdiv(rows, _HIGH), triton.cdiv(cols, _NARROW)
-    each = triton.cdiv(tiles, min(tiles, triton.cdiv(_PROGRAMS, blocks)))
+    each = _tiles_each(blocks, tiles)
     splits = triton.cdiv(tiles, each)
-    lefts = torch.empty(splits, rows, r, device=p.device)
-    rights = torch.empty(blocks, cols, r, device=p.device) if both else lefts
+    lefts = p.new_empty(splits, rows, r, dtype=torch.float32)
+    rights = p.new_empty(blocks, cols, r, dtype=torch.float32) if both else lefts
     with _on(p):
         _gradient_kernel[(blocks, splits, triton.cdiv(r, chunk))](
             p, left, right, lefts, rights,
@@ -105,6 +106,16 @@ def _gradients(
             num_warps=8, num_stages=2 if light else 1, maxnreg=128 if light else None, enable_fp_fusion=True,
         )  # fmt: skip
     return lefts.sum(0), rights.sum(0) if both else rights
+
+
+@cache
+def _tiles_each(blocks: int, tiles: int) -> int:
+    """Tiles of columns for a program, with `tiles` of them in each block of rows: such that all programs end at about
+    the same time, and of those the most, which leaves the fewest partial sums.
+    """
+    most = min(tiles, max(1, 4 * _AT_A_TIME // blocks))
+    choices = {triton.cdiv(tiles, splits) for splits in range(1, most + 1)}
+    return min(choices, key=lambda each: (triton.cdiv(blocks * triton.cdiv(tiles, each), _AT_A_TIME) * each, -each))
 
 
 def _chunk(r: int) -> int:

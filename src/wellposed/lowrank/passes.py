@@ -72,7 +72,7 @@ def factor_gradients(
         return kernels.factor_gradients(_outer(dy_TO, x_TI, whole), a, b, omega, scale)
     precise = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a_rI, b_Or = a.to(precise), b.to(precise)
-    da_rI, db_Or = torch.zeros_like(a_rI), torch.empty_like(b_Or)
+    da_rI, db_Or = a_rI.new_zeros(a_rI.shape), b_Or.new_empty(b_Or.shape)
     for rows in _rows(torch.empty(len(b), a.shape[1], device="meta")):
         g = rank_product(a, b[rows]).mul_(omega).cos_().mul_(omega * scale)
         g *= _outer(dy_TO[:, rows], x_TI, torch.promote_types(x_TI.dtype, torch.float32))
