@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 3.5, 2.6
 _INK = "#010203"  # stands for the colour of the text
+_MOST_INSIDE = 6  # names that fit among the curves; more stand below them
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,14 @@ class Curves:
 
     def svg(self) -> str:
         """As inline SVG."""
-        with _panel(self.title) as (axes, drawn):
+        with _panel(self.title, height=HEIGHT + self.below) as (axes, drawn):
             self.draw(axes)
         return drawn[0]
+
+    @property
+    def below(self) -> float:
+        """Inches that the names take below the panel, where they are too many to stand in it."""
+        return 0.14 * -(-len(self.lines) // 2) if len(self.lines) > _MOST_INSIDE else 0.0
 
     def draw(self, axes: Any) -> None:
         """On axes of matplotlib."""
@@ -65,7 +71,8 @@ class Curves:
         if self.whole:
             axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
-        axes.legend(fontsize=7, frameon=False, labelcolor=_INK)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.2), "ncols": 2} if self.below else {}
+        axes.legend(fontsize=7, frameon=False, labelcolor=_INK, **place)
 
 
 def curves_figure(
@@ -75,7 +82,8 @@ def curves_figure(
     from matplotlib.figure import Figure
 
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(1.3 * WIDTH * min(across, len(panels)), 1.2 * HEIGHT * down), layout="constrained")
+    width, height = 1.3 * WIDTH * min(across, len(panels)), 1.2 * HEIGHT + max(panel.below for panel in panels)
+    figure = Figure(figsize=(width, height * down), layout="constrained")
     grid = list(figure.subplots(down, min(across, len(panels)), sharey=share_y, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
         axes.set_title(panel.title)
