@@ -16,7 +16,7 @@ def test_python_blocks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_there_are_blocks_and_their_links_exist() -> None:
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     headings = {
         f"#{heading.lower().replace(' ', '-')}" for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)

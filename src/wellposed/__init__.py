@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from wellposed.attention import sigmoid_attention as sigmoid_attention
     from wellposed.attention import softmax_attention as softmax_attention
     from wellposed.attention import use_attention as use_attention
+    from wellposed.compression import bd_rate as bd_rate
+    from wellposed.compression import compress as compress
+    from wellposed.compression import load_adapter as load_adapter
     from wellposed.diagnosis import Diagnosis as Diagnosis
     from wellposed.diagnosis import diagnose as diagnose
     from wellposed.errors import WellposedError as WellposedError
@@ -80,6 +83,8 @@ _HOMES = {
     "TrainConfig": "training",
     "TrainResult": "training",
     "WellposedError": "errors",
+    "bd_rate": "compression",
+    "compress": "compression",
     "condition_": "skipless",
     "corloc": "evaluation",
     "cut_skips": "skipless",
@@ -94,6 +99,7 @@ _HOMES = {
     "layer_features": "evaluation",
     "linear_probe": "evaluation",
     "load": "recipes",
+    "load_adapter": "compression",
     "ntk": "spectrum",
     "pca_maps": "evaluation",
     "polynomial_attention": "attention",

@@ -2,6 +2,7 @@
 
 from wellposed.bench.adapters import AdaptersBench as AdaptersBench
 from wellposed.bench.attention import AttentionBench as AttentionBench
+from wellposed.bench.compress import CompressBench as CompressBench
 from wellposed.bench.condition import ConditionBench as ConditionBench
 from wellposed.bench.diagnose import DiagnoseBench as DiagnoseBench
 from wellposed.bench.dino import DinoBench as DinoBench

@@ -5,6 +5,7 @@ from tyro.extras import SubcommandApp
 from wellposed.bench import (
     AdaptersBench,
     AttentionBench,
+    CompressBench,
     ConditionBench,
     DiagnoseBench,
     DinoBench,
@@ -31,6 +32,16 @@ def adapters(config: AdaptersBench) -> None:
 @app.command
 def attention(config: AttentionBench) -> None:
     """Time wellposed's attention of degree 3 against the best of torch's flash and cuDNN softmax attention.
+
+    Args:
+        config: what to measure.
+    """
+    print(config.run().markdown())
+
+
+@app.command
+def compress(config: CompressBench) -> None:
+    """Memory per adapter and time to switch: adapters packed into some bits against PEFT's in float16.
 
     Args:
         config: what to measure.
