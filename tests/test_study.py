@@ -182,7 +182,10 @@ def test_a_run_that_diverges_is_an_outcome(tmp_path: Path) -> None:
 def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, flags = tmp_path / "study", [*FLAGS, "--epochs", "12"]
     command = [sys.executable, "-m", "wellposed", "study", *flags, "--out", str(out)]
+    # Where the tests run in the background of a shell, what they start would be deaf to Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     first, second = (Checkpoints(out / "runs" / f"{kind}-adamw-0" / "checkpoints") for kind in KINDS[:2])
     deadline = time.monotonic() + 120
     while not (first.all() and second.all() and step_of(first.all()[0]) >= 22):

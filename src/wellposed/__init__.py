@@ -61,15 +61,20 @@ if TYPE_CHECKING:
     from wellposed.studies import StudyResult as StudyResult
     from wellposed.studies import study as study
     from wellposed.training import DinoConfig as DinoConfig
+    from wellposed.training import LanguageConfig as LanguageConfig
+    from wellposed.training import LanguageResult as LanguageResult
     from wellposed.training import PretrainResult as PretrainResult
     from wellposed.training import TrainConfig as TrainConfig
     from wellposed.training import TrainResult as TrainResult
+    from wellposed.training import finetune_language as finetune_language
     from wellposed.training import pretrain as pretrain
     from wellposed.training import train as train
 
 _HOMES = {
     "Diagnosis": "diagnosis",
     "DinoConfig": "training",
+    "LanguageConfig": "training",
+    "LanguageResult": "training",
     "Polynomial": "attention",
     "PretrainResult": "training",
     "Relu": "attention",
@@ -92,6 +97,7 @@ _HOMES = {
     "diagnose": "diagnosis",
     "discover": "evaluation",
     "factorize": "lowrank",
+    "finetune_language": "training",
     "gray": "graying",
     "gray_tokens": "graying",
     "jacobian_spectrum": "spectrum",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tyro
 from tyro.extras import SubcommandApp
 
-from wellposed.cli import bench, compress, diagnose, evaluate, pretrain, sequences, study, train
+from wellposed.cli import bench, compress, diagnose, evaluate, finetune, pretrain, sequences, study, train
 from wellposed.errors import WellposedError
 
 DESCRIPTION = "Transformers that are well conditioned by construction, and measured."
@@ -20,6 +20,7 @@ def _app(argv: Sequence[str]) -> SubcommandApp:
     app.command(sequences.app, name="sequences", help="Softmax against other attention on ListOps and text.")
     app.command(evaluate.app, name="evaluate", help="What the features of a model know.")
     app.command(diagnose.diagnose)
+    app.command(finetune.app(argv), name="finetune", help="Adapters, or all weights, of models that are already there.")
     app.command(compress.compress)
     app.command(bench.app, name="bench", help="The measured comparisons with peers.")
     return app

@@ -5,14 +5,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from wellposed.training.run_config import RunConfig
+from wellposed.training.settings import Settings
 
-Config = TypeVar("Config", bound=RunConfig)
+Config = TypeVar("Config", bound=Settings)
 
 
 def named_default(kind: type[Config], command: str, argv: Sequence[str]) -> Config:
     """The settings that `argv` names by --config, or by --resume and --out; the usual ones for another command."""
-    if argv[:1] != [command]:
+    words = command.split()
+    if list(argv[: len(words)]) != words:
         return kind()
     if "--resume" in argv and (folders := _values(argv, "--out")):
         return kind.of_run(Path(folders[-1]))

@@ -55,6 +55,9 @@ class Loader(ABC):
             [0, 1) for each, (N, columns): for views that are made elsewhere, such as `MultiCrop`'s.
     """
 
+    unit = "images"
+    """What there are `batch_size` of in a batch."""
+
     def __init__(
         self,
         data: Dataset,

@@ -40,7 +40,9 @@ class Checkpoints:
         temporary.mkdir(parents=True)
         try:
             yield temporary
-            write_json(temporary / _MANIFEST, {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())})
+            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            prints = {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in files}
+            write_json(temporary / _MANIFEST, prints)
             shutil.rmtree(target, ignore_errors=True)  # what a run that was taken up before this step left here
             temporary.replace(target)
         finally:

@@ -17,8 +17,8 @@ from wellposed.runs import read_journal, write_json, writing_to
 from wellposed.studies.sequence_config import SequenceRun, SequenceStudy
 from wellposed.studies.sequence_task import SequenceTask, read
 from wellposed.training.guards import flushed_denormals
-from wellposed.training.run_config import RUN_CONFIG
 from wellposed.training.running import carry_out, described_model, described_place
+from wellposed.training.settings import RUN_CONFIG
 
 LOOKED_AT = 16
 """Test sequences on which the norm of attention is taken."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.training.config import TrainConfig as TrainConfig
 from wellposed.training.dino_config import DinoConfig as DinoConfig
+from wellposed.training.finetuning.config import LanguageConfig as LanguageConfig
 
 if TYPE_CHECKING:
     from wellposed.training.dino import PretrainResult as PretrainResult
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from wellposed.training.dino_checkpoints import load_dino as load_dino
     from wellposed.training.dino_checkpoints import open_networks as open_networks
     from wellposed.training.dino_checkpoints import save_dino as save_dino
+    from wellposed.training.finetuning.language import LanguageResult as LanguageResult
+    from wellposed.training.finetuning.language import finetune_language as finetune_language
     from wellposed.training.supervised import TrainResult as TrainResult
     from wellposed.training.supervised import train as train
 
@@ -19,6 +22,7 @@ _HOMES = {
     **dict.fromkeys(("TrainResult", "train"), "supervised"),
     **dict.fromkeys(("PretrainResult", "pretrain"), "dino"),
     **dict.fromkeys(("load_dino", "open_networks", "save_dino"), "dino_checkpoints"),
+    **dict.fromkeys(("LanguageResult", "finetune_language"), "finetuning.language"),
 }
 
 

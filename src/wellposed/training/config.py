@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from wellposed.training.run_config import ModelArgs, RunConfig, require
+from wellposed.training.run_config import ModelArgs, RunConfig
+from wellposed.training.settings import require
 
 __all__ = ["PRESETS", "ModelArgs", "TrainConfig"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.training.run_config import RunConfig, require
+from wellposed.training.run_config import RunConfig
+from wellposed.training.settings import require
 
 LEARNING_RATES = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 """For 256 images."""

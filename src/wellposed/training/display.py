@@ -54,7 +54,13 @@ class Display:
         self.say(f"epoch {epoch:{len(str(epochs))}}/{epochs}  {self._latest}{tested}  ({seconds:.0f} s)")
 
 
-_NAMES = {"images_per_second": "images/s", "grad_norm": "gradient", "knn": "k-NN", "entropy": "entropy/log K"}
+_NAMES = {
+    "images_per_second": "images/s",
+    "rows_per_second": "rows/s",
+    "grad_norm": "gradient",
+    "knn": "k-NN",
+    "entropy": "entropy/log K",
+}
 
 
 def _listed(values: dict[str, float]) -> str:
@@ -64,4 +70,4 @@ def _listed(values: dict[str, float]) -> str:
 def _number(name: str, value: float) -> str:
     if name in {"accuracy", "knn"}:
         return f"{100 * value:.1f} %"
-    return f"{value:,.0f}" if name == "images_per_second" or value >= 100 else f"{value:.3f}"
+    return f"{value:,.0f}" if name.endswith("_per_second") or value >= 100 else f"{value:.3f}"

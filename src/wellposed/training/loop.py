@@ -99,10 +99,10 @@ class Loop:
         """Report the mean of the numbers since the last time."""
         table = self._read()
         values = dict(zip(self._pending[0], table.mean(0).tolist(), strict=True))
-        rate = len(table) * self.task.loader.batch_size / self._lap()
+        speed = {f"{self.task.loader.unit}_per_second": len(table) * self.task.loader.batch_size / self._lap()}
         self._pending = []
-        self._report("train", **values, lr=self.task.learning_rate(self.step - 1), images_per_second=rate)
-        self.display.advance(self.step, self.step / len(self.task.loader), values | {"images_per_second": rate})
+        self._report("train", **values, lr=self.task.learning_rate(self.step - 1), **speed)
+        self.display.advance(self.step, self.step / len(self.task.loader), values | speed)
         self._heed(self.task.judge(self.step, values))
 
     def _heed(self, remark: Remark | None) -> None:

@@ -9,14 +9,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from wellposed.data import Dataset
 from wellposed.errors import RunError
 from wellposed.runs import is_free, locked, provenance, write_json, writing_to
 from wellposed.training.accelerators import make_accelerator
 from wellposed.training.display import Display
 from wellposed.training.guards import repeatable
 from wellposed.training.loop import Loop
-from wellposed.training.run_config import FREE, RUN_CONFIG, RunConfig
+from wellposed.training.run_config import RunConfig
+from wellposed.training.settings import FREE, RUN_CONFIG, Settings
 from wellposed.training.task import Task
 
 _RESULT = "result.json"
@@ -33,12 +33,23 @@ class Runnable(Task, Protocol):
         ...
 
 
+class NamedSet(Protocol):
+    """What a run must know of the set that it trains on."""
+
+    @property
+    def name(self) -> str:
+        """Of the set."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
 AnyTask = TypeVar("AnyTask", bound=Runnable)
 
 
 def carry_out(
-    config: RunConfig,
-    data: Dataset,
+    config: Settings,
+    data: NamedSet,
     make_task: Callable[[Accelerator], AnyTask],
     describe: Callable[[AnyTask, Accelerator], str],
     *,
@@ -88,12 +99,13 @@ def carry_out(
             if accelerator.is_main_process:
                 with writing_to(out):
                     task.save_tested(out)
-                    write_json(out / _RESULT, {**results, "seconds": loop.seconds, **facts})
+                    own = getattr(task, "facts", {})  # what a kind of task has to tell beside its scores
+                    write_json(out / _RESULT, {**results, "seconds": loop.seconds, **own, **facts})
             accelerator.wait_for_everyone()
     return task, loop, display
 
 
-def free_folder(config: RunConfig) -> Path:
+def free_folder(config: Settings) -> Path:
     """The folder of the run, which must not hold another one."""
     out = config.folder
     try:
@@ -117,13 +129,13 @@ def described_model(config: RunConfig, model: nn.Module) -> str:
     return f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters"
 
 
-def described_place(config: RunConfig, task: Runnable, accelerator: Accelerator) -> str:
+def described_place(config: Settings, task: Runnable, accelerator: Accelerator) -> str:
     """Where a run takes place, in which precision, and where it is written."""
     devices = f"{accelerator.num_processes} x {accelerator.device.type}"
     return f"{devices}, {'bf16' if task.bf16 else 'fp32'}; {config.out}"
 
 
-def _identity(config: RunConfig, data: Dataset) -> dict[str, Any]:
+def _identity(config: Settings, data: NamedSet) -> dict[str, Any]:
     """What must be the same when a run goes on: all settings that its numbers depend on, and the size of the set."""
     settings = {name: value for name, value in config.to_dict().items() if name not in FREE}
     return {**settings, "data": data.name, "images": len(data)}

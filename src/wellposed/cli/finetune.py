@@ -1,0 +1,37 @@
+"""wellposed finetune: adapters on models that are already there."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import tyro
+from tyro.extras import SubcommandApp
+
+from wellposed.cli.runs_named import given_fields, named_default
+from wellposed.training.finetuning.config import LanguageConfig
+
+
+def app(argv: Sequence[str]) -> SubcommandApp:
+    """The commands; their flags default to what the file or the run that `argv` names has for them."""
+    commands = SubcommandApp()
+    commands.command(_language(argv))
+    return commands
+
+
+def _language(argv: Sequence[str]) -> Callable[..., None]:
+    default = named_default(LanguageConfig, "finetune language", argv)
+
+    def language(
+        options: LanguageConfig = default,
+        config: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    ) -> None:
+        """Fine-tune a language model on completions or labelled texts: all weights, LoRA and its kin, or sine adapters.
+
+        Args:
+            options: what to train.
+            config: a .toml or .json file of these settings, which flags then override.
+        """
+        from wellposed.training.finetuning.language import finetune_language
+
+        finetune_language(options, given=given_fields(options, default))
+
+    return language

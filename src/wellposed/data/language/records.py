@@ -1,0 +1,126 @@
+"""Examples for language models as they lie in files: a prompt and its completion, or texts and their label.
+
+JSON Lines and JSON lists hold prompt and completion, or instruction (and input) and output (and answer), or text (and
+text_pair) and label. What may be answered stands in `choices`, or as "Answer format: a/b/c" at the end of the prompt.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import DataError
+
+_FIELDS = {"prompt": "completion", "instruction": "output", "text": "label"}
+_FORMAT = re.compile(r"Answer format:\s*(\S+(?:/\S+)+)\s*$")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What is asked, what is to follow, and what else might have."""
+
+    prompt: str
+    completion: str
+    answer: str
+    """The part of the completion that is right or wrong; all of it where the file does not say."""
+    choices: tuple[str, ...] = ()
+    """All that may be answered; empty if that is open."""
+
+    def completed_by(self, choice: str) -> str:
+        """The completion with `choice` in the place of the answer."""
+        before, _, after = self.completion.rpartition(self.answer)
+        return f"{before}{choice}{after}"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text, or a pair of them, and the name of its class."""
+
+    text: str
+    pair: str | None
+    label: str
+    where: str = field(default="", compare=False)
+    """The file and line that it comes from."""
+
+
+Record = Completion | Labelled
+
+
+def read_json(path: Path) -> list[Record]:
+    """The examples of a .jsonl file, one a line, or of a .json file that holds a list of them."""
+    records = [_record(found, where) for where, found in _objects(path)]
+    if not records:
+        raise DataError(f"{path} holds no example")
+    return records
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every object in the file, and where it stands."""
+    text = read_text(path)
+    if path.suffix == ".json":
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}; one object a line is .jsonl") from error
+        if not isinstance(found, list):
+            raise DataError(f"{path} holds a {type(found).__name__}: expected a list of objects")
+        yield from ((f"{path}, example {number}", each) for number, each in enumerate(found, start=1))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def _record(found: Any, where: str) -> Record:
+    if not isinstance(found, Mapping):
+        raise DataError(f"{where} is a {type(found).__name__}: expected an object with prompt and completion")
+    asked = next((name for name in _FIELDS if name in found), None)
+    if asked is None or _FIELDS[asked] not in found:
+        pairs = ", or ".join(f"{question} and {answer}" for question, answer in _FIELDS.items())
+        raise DataError(f"{where} has {', '.join(map(str, found)) or 'no fields'}: expected {pairs}")
+    if asked == "text":
+        pair = found.get("text_pair")
+        texts = _text(found, "text", where), pair and _text(found, "text_pair", where)
+        return Labelled(*texts, label=str(found["label"]), where=where)
+    prompt, completion = _text(found, asked, where), _text(found, _FIELDS[asked], where)
+    if not completion.strip():
+        raise DataError(f"{where} has an empty {_FIELDS[asked]}: expected what is to be learned")
+    answer = str(found["answer"]) if found.get("answer") is not None else completion
+    choices = _choices(found, prompt, where)
+    if answer not in completion:
+        raise DataError(f"{where}: the answer {answer!r} is no part of its {_FIELDS[asked]} {completion!r}")
+    if choices and answer not in choices:
+        raise DataError(f"{where}: the answer {answer!r} is none of {', '.join(choices)}")
+    if asked == "instruction":
+        more = f"\n\n### Input:\n{found['input']}" if found.get("input") else ""
+        prompt = f"### Instruction:\n{prompt}{more}\n\n### Response:\n"
+    return Completion(prompt, completion, answer, choices)
+
+
+def _choices(found: Mapping[str, Any], prompt: str, where: str) -> tuple[str, ...]:
+    given = found.get("choices")
+    if given is None:
+        told = _FORMAT.search(prompt)
+        return tuple(told[1].split("/")) if told else ()
+    if not isinstance(given, list) or len(set(map(str, given))) < max(2, len(given)):
+        raise DataError(f"{where}: choices is {given!r}, expected a list of at least two different answers")
+    return tuple(map(str, given))
+
+
+def _text(found: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(found[name], str):
+        raise DataError(f"{where}: {name} is {found[name]!r}, expected a text")
+    return found[name]
+
+
+def read_text(path: Path) -> str:
+    """What the file holds, without the mark that some editors put before it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text: {error}") from error

@@ -1,0 +1,1 @@
+"""Fine-tuning of models that are already there, whole or by adapters."""
