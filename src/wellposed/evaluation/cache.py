@@ -1,4 +1,4 @@
-"""Features kept on disk between commands: a file per model, set and layer, found by a hash of all they depend on.
+"""Features kept on disk between commands: files found by a hash of all that they depend on, per model, set and layer.
 
 The file's header holds what was hashed, so that a file which is damaged, or is not what its name says, is noticed and
 made again. Files are there as a whole or not at all, so several processes may share a folder.
@@ -7,13 +7,14 @@ made again. Files are there as a whole or not at all, so several processes may s
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from wellposed.data import Dataset, ImageSet
 from wellposed.errors import RunError, WellposedError
@@ -26,6 +27,7 @@ from wellposed.runs import atomic_path
 
 FORMAT_VERSION = 2
 _HEADER = "wellposed features"
+T = TypeVar("T")
 
 
 def set_features(
@@ -54,12 +56,13 @@ def set_features(
     if cache is None:
         return extract(backbone, data, chosen, **options)
     keys = _keys(backbone, data, spec, split, chosen, {"kind": kind, "pool": pool, "on_error": on_error})
-    found = {layer: _read(cache, key) for layer, key in keys.items()}
+    found = {layer: read_cached(cache, key, _labelled) for layer, key in keys.items()}
     missing = [layer for layer, features in found.items() if features is None]
     if missing:
         made = extract(backbone, data, missing, **options)
         for layer in missing:
-            _write(cache, keys[layer], made[layer])
+            tensors = {"features": made[layer].features_ND, "labels": made[layer].labels_N}
+            write_cached(cache, keys[layer], {name: each.contiguous() for name, each in tensors.items()})
         found |= made
     return {layer: features for layer, features in found.items() if features is not None}
 
@@ -110,28 +113,32 @@ def _keys(
     return {layer: {**shared, "layer": layer} for layer in layers}
 
 
+def _labelled(tensors: dict[str, Tensor]) -> Labelled:
+    return Labelled.checked("cache", tensors["features"], tensors["labels"])
+
+
 def _text(key: dict[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _read(folder: Path, key: dict[str, Any]) -> Labelled | None:
-    """The features of `key`; None where there are none, or where the file is not what it should be, which is said."""
+def read_cached(folder: Path, key: dict[str, Any], made: Callable[[dict[str, Tensor]], T]) -> T | None:
+    """What is `made` of the tensors of `key`; None where there is no file, or it is damaged, which is said."""
     path = cache_file(folder, key)
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get(_HEADER) != _text(key):
                 raise RunError("it holds other features than its name says")
-            return Labelled.checked(path.name, file.get_tensor("features"), file.get_tensor("labels"))
+            return made({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except FileNotFoundError:
         return None
-    except (SafetensorError, OSError, WellposedError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, WellposedError) as error:
         reason = " ".join(str(error).split())[:200]
         print(f"wellposed: {path} cannot be used ({reason}); its features are computed again", file=sys.stderr)
         return None
 
 
-def _write(folder: Path, key: dict[str, Any], features: Labelled) -> None:
-    tensors = {"features": features.features_ND.contiguous(), "labels": features.labels_N.contiguous()}
+def write_cached(folder: Path, key: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Keep the tensors of `key`."""
     try:
         with atomic_path(cache_file(folder, key)) as temporary:
             save_file(tensors, temporary, metadata={_HEADER: _text(key)})

@@ -72,6 +72,8 @@ class Evaluation(ABC, Generic[R]):
     """Images that go through the model together."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    cache: Path | None = None
+    """Keep features in this folder, and take from it those that are there."""
 
     def run(self) -> "R | Curve":
         """Evaluate the model, or every checkpoint, and write what was found where `out` says."""
@@ -86,7 +88,7 @@ class Evaluation(ABC, Generic[R]):
             )
         backbone = self.opened()
         self._make_folders()
-        return self._written(self.evaluate(backbone))
+        return self._written(self.evaluate(self._remembering(backbone)))
 
     @abstractmethod
     def evaluate(self, backbone: "Backbone") -> R:
@@ -136,10 +138,18 @@ class Evaluation(ABC, Generic[R]):
 
     def _make_folders(self) -> None:
         """Before the work, not after it."""
-        for folder in (self.out, getattr(self, "cache", None)):
+        for folder in (self.out, self.cache):
             if folder is not None:
                 with writing_to(folder):
                     folder.mkdir(parents=True, exist_ok=True)
+
+    def _remembering(self, backbone: "Backbone") -> "Backbone":
+        """The model, which keeps its patch features where that is asked for."""
+        if self.cache is None:
+            return backbone
+        from wellposed.evaluation.remembering import Remembering
+
+        return Remembering(**vars(backbone), cache=self.cache)
 
     def _written(self, result: R) -> R:
         return result if self.out is None else result.written(self.out)
@@ -154,7 +164,7 @@ class Evaluation(ABC, Generic[R]):
         settings = {"command": type(self).__name__, **own, "files": folder_fingerprint(self.data.partition(":")[2])}
         curve = through_checkpoints(
             folder,
-            lambda backbone: self.evaluate(backbone).values,
+            lambda backbone: self.evaluate(self._remembering(backbone)).values,
             out=self.out,
             settings=settings,
             model=self.model or None,

@@ -119,8 +119,6 @@ class _Classify(Evaluation[Classification]):
     """Outputs of the blocks, or the keys of their attention."""
     pool: Literal["summary", "mean"] = "summary"
     """What stands for an image: what the model's head reads (class token, mean, ...); or the patches' mean."""
-    cache: Path | None = None
-    """Keep features in this folder, and take from it those that are there."""
     workers: int = 4
     """Processes that read images of sets which do not fit in memory."""
     on_error: Literal["raise", "skip"] = "raise"

@@ -45,7 +45,11 @@ class SegmentConfig(Evaluation["SegmentResult"]):
         super().check()
         if self.examples < 0 or (self.limit is not None and self.limit < 1):
             raise InvalidArgumentError(f"examples={self.examples}, limit={self.limit}: expected at least 0 and 1")
-        dense_protocol(self.protocol, **self.change)
+        if dense_protocol(self.protocol, **self.change).augmented and self.cache is not None:
+            raise InvalidArgumentError(
+                f"cache={self.cache}: {self.protocol} never sees a picture the same way twice, so there is nothing to "
+                "keep; leave the cache out, or choose another protocol"
+            )
 
     def opened(self, image_size: int | None = None) -> "Backbone":
         """The model, for images of the size that was asked for or of the protocol's."""
