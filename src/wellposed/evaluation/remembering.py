@@ -39,9 +39,11 @@ class Remembering(Backbone):
             made = super().features(images_BCHW[missing], chosen, kind)
             for place, number in enumerate(missing):
                 own = slice(place, place + 1)
-                found[number] = [LayerFeatures(e.patches_BND[own], e.grid, e.summary_BD[own]) for e in made]
-                write_cached(self.cache, keys[number], _to_tensors(found[number] or []))
-        return [self._joined([(one or [])[layer] for one in found]) for layer in range(len(chosen))]
+                new = [LayerFeatures(one.patches_BND[own], one.grid, one.summary_BD[own]) for one in made]
+                write_cached(self.cache, keys[number], _to_tensors(new))
+                found[number] = new
+        known = [one for one in found if one is not None]
+        return [self._joined(each) for each in zip(*known, strict=True)]
 
     def _key(self, image_CHW: Tensor, layers: Sequence[int], kind: str) -> dict[str, Any]:
         device = self.device.type

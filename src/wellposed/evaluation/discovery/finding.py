@@ -14,6 +14,7 @@ from wellposed.errors import DataError
 from wellposed.evaluation.backbones import Backbone
 from wellposed.evaluation.discovery.tokencut import discover
 from wellposed.evaluation.features import Kind
+from wellposed.evaluation.pictures.chosen_images import spread
 from wellposed.evaluation.stored import StoredPatches
 from wellposed.families import trunk
 from wellposed.runs import tracked
@@ -77,7 +78,7 @@ def objects_in(
         keep: for so many of them, from all over the set, keep what is needed to show them.
         readings: what to do with those that cannot be read; the first ends it all if None.
     """
-    kept = _kept(keep, len(pictures))
+    kept = set(spread(range(len(pictures)), keep))
     found: dict[int, Found] = {}
     for batch in _batches(pictures, backbone, image_size, batch_size, readings or Readings()):
         features = backbone.features(torch.stack([one.fitted for one in batch]), layers, kind)
@@ -94,7 +95,7 @@ def objects_stored(
     if images is not None and images.shape[2:] != (height, width):
         raise DataError(f"images are {tuple(images.shape[2:])} and size is {(height, width)}: expected the same")
     pictures = torch.empty(1, 1, 1, 1).expand(len(stored), 3, height, width) if images is None else images
-    kept = set() if images is None else _kept(keep, len(stored))
+    kept = set(spread(range(len(stored)), 0 if images is None else keep))
     found: dict[int, Found] = {}
     for start in tracked(range(0, len(stored), batch_size), "cutting"):
         batch = [
@@ -105,10 +106,6 @@ def objects_stored(
         layers = [(patches.flatten(1, 2), (patches.shape[1], patches.shape[2])) for patches in each]
         found |= _cut(batch, layers, tau, kept)
     return list(found.values())
-
-
-def _kept(keep: int, count: int) -> set[int]:
-    return {i * count // min(keep, count) for i in range(min(keep, count))}
 
 
 def _with_area(boxes_K4: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from wellposed.errors import DataError, InvalidArgumentError
+from wellposed.evaluation.pictures.chosen_images import spread
 from wellposed.evaluation.segmentation.heads import check_labels, dense_probe, patch_labels, predicted_mask
 from wellposed.evaluation.segmentation.iou import IGNORED, agreement, confusion, most_frequent
 from wellposed.evaluation.segmentation.probe import Example, Segmentation
@@ -38,7 +39,7 @@ def segment_stored(
     classes = int(known.max()) + 1
     check_labels(truths_MHW, classes)
     protocol = replace(protocol, size=None)
-    shown = {i * len(test) // min(examples, len(test)) for i in range(min(examples, len(test)))}
+    shown = set(spread(range(len(test)), examples))
     size = (truths_MHW.shape[1], truths_MHW.shape[2])
     images = test.beside.get("images")
     found = {}
