@@ -13,13 +13,14 @@ It does what these commands do, for each of the four models, and puts their numb
     wellposed evaluate knn --checkpoints RUN --data DATA                              and discover: through pretraining
     wellposed evaluate pca --model SKIPLESS --other SKIP --data SET
 
-What is done already stays: interrupted, the same command goes on. A run that collapses is said to have, and is not
-evaluated.
+What is done already stays: interrupted, the same command goes on. On a large GPU start it once for each model, with
+--models NAME and the same --out, side by side, and then once for all of them. A run that collapses is said to have, and
+is not evaluated.
 """
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class Evidence:
 
 def main(evidence: Evidence) -> Path:
     """Pretrain, evaluate and write OUT/dino.md, whose path is returned."""
-    numbers = _Numbers(evidence.out / "numbers.json")
+    numbers = _Numbers(evidence.out, evidence.models)
     for name in evidence.models:
         numbers.once(name, "run", lambda name=name: _pretrained(evidence, name))
     alive = [name for name in evidence.models if "seconds" in numbers.known[name]["run"]]
@@ -107,18 +108,20 @@ def main(evidence: Evidence) -> Path:
 
 
 class _Numbers:
-    """What is known of each model, kept in a file from one call to the next."""
+    """What is known of each model, kept in a file of its own from one call to the next."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.known: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self, folder: Path, models: Sequence[str]) -> None:
+        self._paths = {name: folder / f"{name}.json" for name in models}
+        self.known: dict[str, dict[str, dict[str, Any]]] = {
+            name: json.loads(path.read_text()) if path.exists() else {} for name, path in self._paths.items()
+        }
 
     def once(self, model: str, what: str, find: Callable[[], dict[str, Any]]) -> None:
-        if what not in self.known.setdefault(model, {}):
+        if what not in self.known[model]:
             print(f"{model}: {what}", file=sys.stderr)
             self.known[model][what] = find()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, self.known)
+            self._paths[model].parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._paths[model], self.known[model])
 
 
 def _pretrained(evidence: Evidence, name: str) -> dict[str, Any]:

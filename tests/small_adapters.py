@@ -40,7 +40,7 @@ def adapted(base: nn.Module, **settings: Any) -> Any:
     model = peft.get_peft_model(base, SineLoraConfig(**({"r": 4, "lora_alpha": 8} | settings)))
     for name, parameter in model.named_parameters():
         if ".lora_B." in name or ".lora_embedding_A." in name:
-            nn.init.normal_(parameter, std=0.01, generator=torch.Generator().manual_seed(3))
+            nn.init.normal_(parameter, std=0.01, generator=torch.Generator(parameter.device).manual_seed(3))
     return model.eval()
 
 

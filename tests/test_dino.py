@@ -70,7 +70,6 @@ def test_a_run_that_crashed_resumes_to_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch records one on purpose
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "soap"])
 def test_a_run_on_a_gpu_resumes_to_the_same_bits(

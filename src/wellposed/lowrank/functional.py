@@ -5,7 +5,8 @@
     dx = dy (W0 + s D);   G = (dy^T x) * cos(omega B A) * omega s;   dB = G A^T;   dA = B^T G
 
 Between the passes only x, W0, A and B are kept. torch.compile sees one operation each way, so that it cannot decide to
-keep the sine after all.
+keep the sine after all. Plain tensors outside of it take the same two functions without the operations' dispatch, which
+costs the host as much as everything else.
 
 Operations of multiplication and addition for T tokens: 6 T in out, three products of full size where LoRA has two, and
 two passes over the weight. Where W0 and s D are kept apart (`wellposed.lowrank.passes`), 10 T in out.
@@ -16,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
@@ -62,7 +63,9 @@ def sine_linear(
         raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
     if within_transform():
         return _by_definition(x, weight0, bias, a, b, omega, scale)
-    return _sine_linear(x, weight0, bias, a, b, omega, scale)
+    if torch.compiler.is_compiling() or any(type(each) not in _PLAIN for each in (x, weight0, bias, a, b)):
+        return _sine_linear(x, weight0, bias, a, b, omega, scale)
+    return _Direct.apply(x, weight0, bias, a, b, omega, scale)
 
 
 def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, autocast: bool) -> None:
@@ -97,8 +100,7 @@ def _shapes(given: dict[str, Tensor | None]) -> str:
     return ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items() if each is not None)
 
 
-@torch.library.custom_op("wellposed::sine_linear", mutates_args=())
-def _sine_linear(
+def _forward(
     x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
 ) -> Tensor:
     with _as_written(x):
@@ -113,6 +115,9 @@ def _sine_linear(
         return y if bias is None else y.add_(bias)
 
 
+_sine_linear = torch.library.custom_op("wellposed::sine_linear", _forward, mutates_args=())
+
+
 @_sine_linear.register_fake
 def _(
     x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
@@ -120,8 +125,7 @@ def _(
     return x.new_empty(*x.shape[:-1], b.shape[0])
 
 
-@torch.library.custom_op("wellposed::sine_linear_backward", mutates_args=())
-def _sine_linear_backward(
+def _gradients(
     dy: Tensor,
     x: Tensor,
     weight0: Tensor | None,
@@ -151,6 +155,9 @@ def _sine_linear_backward(
         return dx, dweight0, da, db
 
 
+_sine_linear_backward = torch.library.custom_op("wellposed::sine_linear_backward", _gradients, mutates_args=())
+
+
 @_sine_linear_backward.register_fake
 def _(
     dy: Tensor,
@@ -178,11 +185,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if for_weight0 or for_a or for_b else None, weight0, a, b)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, gradients: Any = _sine_linear_backward) -> tuple[Tensor | None, ...]:
     x, weight0, a, b = ctx.saved_tensors
     for_x, for_weight0, for_bias, for_a, for_b = ctx.needs_input_grad[:5]
     dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if for_bias else None
-    dx, dweight0, da, db = _sine_linear_backward(
+    dx, dweight0, da, db = gradients(
         dy,
         dy.new_empty(0, a.shape[1]) if x is None else x,
         weight0,
@@ -215,7 +222,32 @@ def _refuse(ctx: Any, *gradients: Tensor) -> Any:
 _sine_linear.register_autograd(_backward, setup_context=_keep)
 _sine_linear_backward.register_autograd(_refuse)
 
+_PLAIN = (Tensor, nn.Parameter, type(None))
+"""What takes the short way; a subclass may stand for something that has no values here."""
+
+
+class _Direct(torch.autograd.Function):
+    """The operation of torch.library for plain tensors, outside of torch.compile."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _keep(ctx, inputs, inputs[0])
+        return _forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        return _backward(ctx, dys[0], _Again.apply if torch.is_grad_enabled() else _gradients)
+
+
+class _Again(torch.autograd.Function):
+    """The gradients, of which there are no further ones."""
+
+    forward = staticmethod(lambda ctx, *inputs: _gradients(*inputs))
+    backward = staticmethod(_refuse)
+
 
 def _as_written(x: Tensor) -> AbstractContextManager[Any]:
     """Each product in the type that it is written in, also where autocast is on."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
