@@ -34,6 +34,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     assert {line.removeprefix("Provides-Extra: ") for line in text.splitlines() if "Provides-Extra" in line} == {
         "peft",
         "diffusion",
+        "fields",
         "dev",
     }
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed import errors as errors
 
 if TYPE_CHECKING:
+    from wellposed import fields as fields
     from wellposed.adapters import SineLoraConfig as SineLoraConfig
     from wellposed.adapters import to_lora as to_lora
     from wellposed.attention import Polynomial as Polynomial
@@ -66,7 +67,10 @@ if TYPE_CHECKING:
     from wellposed.training import PretrainResult as PretrainResult
     from wellposed.training import TrainConfig as TrainConfig
     from wellposed.training import TrainResult as TrainResult
+    from wellposed.training import VisionConfig as VisionConfig
+    from wellposed.training import VisionResult as VisionResult
     from wellposed.training import finetune_language as finetune_language
+    from wellposed.training import finetune_vision as finetune_vision
     from wellposed.training import pretrain as pretrain
     from wellposed.training import train as train
 
@@ -87,6 +91,8 @@ _HOMES = {
     "StudyResult": "studies",
     "TrainConfig": "training",
     "TrainResult": "training",
+    "VisionConfig": "training",
+    "VisionResult": "training",
     "WellposedError": "errors",
     "bd_rate": "compression",
     "compress": "compression",
@@ -98,6 +104,7 @@ _HOMES = {
     "discover": "evaluation",
     "factorize": "lowrank",
     "finetune_language": "training",
+    "finetune_vision": "training",
     "gray": "graying",
     "gray_tokens": "graying",
     "jacobian_spectrum": "spectrum",
@@ -132,6 +139,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("wellposed")
+    if name == "fields":
+        return import_module("wellposed.fields")
     if name not in _HOMES:
         raise AttributeError(f"module 'wellposed' has no attribute {name!r}")
     value = getattr(import_module(f"wellposed.{_HOMES[name]}"), name)

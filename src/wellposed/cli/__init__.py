@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tyro
 from tyro.extras import SubcommandApp
 
-from wellposed.cli import bench, compress, diagnose, evaluate, finetune, pretrain, sequences, study, train
+from wellposed.cli import bench, compress, diagnose, evaluate, finetune, fit, pretrain, sequences, study, train
 from wellposed.errors import WellposedError
 
 DESCRIPTION = "Transformers that are well conditioned by construction, and measured."
@@ -14,7 +14,7 @@ DESCRIPTION = "Transformers that are well conditioned by construction, and measu
 
 def _app(argv: Sequence[str]) -> SubcommandApp:
     app = SubcommandApp()
-    app.command(study.study)
+    app.command(name="study")(study.command(argv))
     app.command(train.command(argv))
     app.command(pretrain.command(argv))
     app.command(sequences.app, name="sequences", help="Softmax against other attention on ListOps and text.")
@@ -22,6 +22,7 @@ def _app(argv: Sequence[str]) -> SubcommandApp:
     app.command(diagnose.diagnose)
     app.command(finetune.app(argv), name="finetune", help="Adapters, or all weights, of models that are already there.")
     app.command(compress.compress)
+    app.command(fit.app(argv), name="fit", help="Images and shapes as networks of a handful of parameters.")
     app.command(bench.app, name="bench", help="The measured comparisons with peers.")
     return app
 

@@ -31,6 +31,9 @@ class Line:
     colour: str
     style: str = "-"
     """Of matplotlib: "-", "--" or ":"."""
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    """The ends of a bar at each point, or none."""
 
 
 def line_panel(title: str, lines: Sequence[Line], *, x: str, y: str, log: bool = False) -> str:
@@ -50,6 +53,8 @@ class Curves:
     """On a logarithmic scale."""
     whole: bool = True
     """Ticks at whole numbers only, of blocks and epochs."""
+    log_x: bool = False
+    """On a logarithmic scale from left to right too, with a mark at each point."""
 
     def svg(self) -> str:
         """As inline SVG."""
@@ -65,14 +70,30 @@ class Curves:
     def draw(self, axes: Any) -> None:
         """On axes of matplotlib."""
         for line in self.lines:
-            marker = "o" if len(line.x) == 1 else ""
-            axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, linewidth=1.8, marker=marker)
+            marker = "o" if len(line.x) == 1 or self.log_x else ""
+            how = {"linewidth": 1.8, "marker": marker, "markersize": 4 if self.log_x else 6}
+            axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, **how)
+            if line.low:
+                axes.vlines(line.x, line.low, line.high, colors=line.colour, linewidth=1, alpha=0.6)
         axes.set(xlabel=self.x, ylabel=self.y, yscale="log" if self.log else "linear")
-        if self.whole:
+        if self.log_x:
+            _log_ticks(axes, both=self.log)
+        if self.whole and not self.log_x:
             axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25, linewidth=0.5, color=_INK)
         place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.2), "ncols": 2} if self.below else {}
         axes.legend(fontsize=7, frameon=False, labelcolor=_INK, **place)
+
+
+def _log_ticks(axes: Any, *, both: bool) -> None:
+    """Few ticks from left to right, as 20 k or 5 M, and upwards too if `both`."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    for axis in (axes.xaxis, axes.yaxis) if both else (axes.xaxis,):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(EngFormatter())
+        axis.set_minor_formatter(NullFormatter())
 
 
 def curves_figure(

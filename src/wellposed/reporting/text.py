@@ -1,6 +1,6 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and for files that keep them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -37,3 +37,19 @@ def _broken(text: str, width: int) -> list[str]:
         else:
             lines.append(word)
     return lines
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], facts: Mapping[str, str]) -> str:
+    """A table of GitHub's Markdown, and below it what is needed to measure it again.
+
+    Example:
+        >>> print(markdown_table(["a", "b"], [["1", "2"]], {"command": "count"}), end="")
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+        <BLANKLINE>
+        * command: `count`
+    """
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+    lines += ["", *(f"* {n}: {f'`{v}`' if n in {'command', 'commit'} else v}" for n, v in facts.items())]
+    return "\n".join(lines) + "\n"

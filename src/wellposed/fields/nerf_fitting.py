@@ -1,0 +1,181 @@
+"""Fitting a scene: rays drawn from all training views, all of them on the device; PSNR and SSIM on held-out views."""
+
+import io
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from wellposed.errors import DataError
+from wellposed.fields.files import FieldSpec
+from wellposed.fields.image import encoded
+from wellposed.fields.nerf import Nerf, Rendered, Sampling
+from wellposed.fields.nerf_config import NerfConfig
+from wellposed.fields.quality import WINDOW, psnr, ssim
+from wellposed.fields.rays import Rays, camera_rays
+from wellposed.fields.results import FITTED, TRUTH, FieldResult
+from wellposed.fields.scenes import Scene, Views, read_scene
+from wellposed.fields.training import FieldTask, fit_field
+from wellposed.optim.schedules import cosine_with_warmup
+from wellposed.runs import atomic_path, device_named, tracked, writing_to
+
+TURNTABLE, VIEWS = "turntable.gif", "views.png"
+_WARMUP = 500
+"""Steps in which the learning rate rises; a tenth of the run if that is less."""
+_SHOWN = 4
+
+
+def fit_nerf(config: NerfConfig, *, quiet: bool = False, given: Collection[str] | None = None) -> FieldResult:
+    """Fit a network to a scene as `config` says; see `wellposed.fields.training.fit_field` for what a run leaves.
+
+    Beside that the folder holds fitted.png and truth.png, a held-out view; views.png, some of them under the truth; and
+    turntable.gif.
+
+    Raises:
+        DataError: something is wrong with the scene; the frame is named.
+        InvalidArgumentError, RunError, DivergedError: as for every run.
+    """
+    config = config.begun(given)
+    if device_named(config.device).type != "cuda":
+        config = replace(config, bf16=False, compile=False)
+    scene = open_scene(config)
+    size = (len(scene.train) + len(scene.test)) * scene.size[0] * scene.size[1]
+    task, result = fit_field(config, lambda place: NerfTask(config, scene, place), size=size, quiet=quiet)
+    assert isinstance(task, NerfTask)
+    with torch.no_grad(), task.autocast(), writing_to(config.folder):
+        _write_pictures(config, task, scene)
+    return result
+
+
+def open_scene(config: NerfConfig) -> Scene:
+    """The scene that `config` names, once it is sure that it can be trained and tested on."""
+    scene = read_scene(config.data, downscale=config.downscale, held_out=config.held_out, frames=config.frames)
+    if min(scene.size) < WINDOW:
+        height, width = scene.size
+        raise DataError(
+            f"the views of {config.data} are {width} x {height} pixels; expected at least {WINDOW} x {WINDOW}, the "
+            "window of SSIM: choose a smaller --downscale"
+        )
+    return scene
+
+
+class NerfTask(FieldTask):
+    """A scene that learns; everything that a step needs is on the device, and nothing is read back."""
+
+    def __init__(self, config: NerfConfig, scene: Scene, accelerator: Accelerator) -> None:
+        self.device = accelerator.device
+        rays = _rays_of(scene, scene.train).to(self.device)
+        spec = FieldSpec("nerf", _network_arguments(config), {})
+        network: Any = spec.build().to(self.device)
+        self.nerf = Nerf(network, _sampling(config, scene, rays))
+        self.render: Callable[..., Rendered] = self.nerf.render
+        if config.compile:
+            self.render = torch.compile(self.nerf.render, dynamic=False)
+        self._rays, self._colours = rays, scene.train.images.reshape(-1, 3).to(self.device)
+        self._tested = _spread(scene.test, config.test_views)
+        super().__init__(
+            *(network, replace(spec, facts=self.nerf.facts()), config, accelerator),
+            loss=self._loss_of_step,
+            evaluate=self._scores,
+            batch_size=self.nerf.sampling.rays,
+            unit="rays",
+            extra_state=None if self.nerf.grid is None else self.nerf.grid.state(),
+        )
+
+    def learning_rate(self, step: int) -> float:
+        steps = self._config.epochs * len(self.loader)
+        return self._config.lr * cosine_with_warmup(step, steps=steps, warmup=min(_WARMUP, steps // 10))
+
+    def _loss_of_step(self, step: int) -> dict[str, Tensor]:
+        if self.nerf.grid is not None:
+            self.nerf.grid.update(self.nerf.network.fine.density, step)
+        chosen = torch.randint(len(self._colours), (self.nerf.sampling.rays,), device=self.device)
+        seen, truth = self.render(self._rays.at(chosen), jitter=True), self._colours[chosen]
+        error = _error(seen.colour, truth, seen.complete)
+        loss = error if seen.coarse is None else error + _error(seen.coarse, truth, seen.complete)
+        return {"loss": loss, "psnr": -10 * torch.log10(error.detach()), "whole_rays": seen.complete.float().mean()}
+
+    def _scores(self) -> dict[str, float]:
+        """Means over the held-out views."""
+        scores = []
+        for image, pose in zip(self._tested.images, self._tested.poses, strict=True):
+            pair = [each.permute(2, 0, 1) for each in (self.nerf.picture(pose, self.render), image.to(self.device))]
+            scores.append(torch.stack([psnr(*pair), ssim(*pair)]))
+        mean_psnr, mean_ssim = torch.stack(scores).mean(0).tolist()
+        return {"psnr": mean_psnr, "ssim": mean_ssim}
+
+
+def _error(colour: Tensor, truth: Tensor, complete: Tensor) -> Tensor:
+    """Mean squared error of the rays that are whole."""
+    return ((colour - truth).square().mean(1) * complete).sum() / complete.sum().clamp(min=1)
+
+
+def _network_arguments(config: NerfConfig) -> dict[str, Any]:
+    rank = None if config.kind == "full" else config.rank
+    layers = {"width": config.width, "kind": config.kind, "rank": rank, "omega": config.omega}
+    return {**layers, "coarse": config.sampler == "hierarchical"}
+
+
+def _sampling(config: NerfConfig, scene: Scene, rays: Rays) -> Sampling:
+    height, width = scene.size
+    # In normalized device coordinates rays end at t = 1, so that their ends bound the scene.
+    ends = torch.cat([rays.origins, rays.origins + rays.directions])
+    low, high = (ends.amin(0), ends.amax(0)) if scene.ndc else (torch.full((3,), side * config.box) for side in (-1, 1))
+    return Sampling(
+        height=height,
+        width=width,
+        focal=scene.focal,
+        ndc=scene.ndc,
+        near=scene.near,
+        far=scene.far,
+        background=None if scene.ndc else 1.0,
+        box=(low.tolist(), high.tolist()),
+        sampler=config.sampler,
+        samples=config.samples,
+        rays=config.rays if config.sampler == "grid" else config.samples // config.places,
+        pieces=config.pieces,
+        cells=config.cells,
+        counts=(config.coarse, config.fine),
+    )
+
+
+def _rays_of(scene: Scene, views: Views) -> Rays:
+    return camera_rays(views.poses, *scene.size, scene.focal, ndc=scene.ndc)
+
+
+def _spread(views: Views, count: int) -> Views:
+    """`count` of the views, spread over all of them; all if 0."""
+    count = min(count, len(views)) or len(views)
+    chosen = [i * len(views) // count for i in range(count)]
+    return Views(views.images[chosen], views.poses[chosen], tuple(views.names[i] for i in chosen))
+
+
+def _write_pictures(config: NerfConfig, task: NerfTask, scene: Scene) -> None:
+    shown = _spread(scene.test, _SHOWN)
+    made = [_bytes(task.nerf.picture(pose, task.render)) for pose in shown.poses]
+    truth = [_bytes(image) for image in shown.images]
+    pictures = {VIEWS: torch.cat([torch.cat(truth, 1), torch.cat(made, 1)], 0), TRUTH: truth[0], FITTED: made[0]}
+    files = {name: encoded(picture, "PNG") for name, picture in pictures.items()}
+    if config.frames:
+        frames = [_bytes(task.nerf.picture(pose, task.render)) for pose in tracked(list(scene.path), "turntable")]
+        files = {TURNTABLE: animated(frames), **files}
+    for name, content in files.items():  # fitted.png last: it says that all is there
+        with atomic_path(config.folder / name) as file:
+            file.write_bytes(content)
+
+
+def _bytes(picture_HW3: Tensor) -> Tensor:
+    return (picture_HW3 * 255).round().to(torch.uint8).cpu()
+
+
+def animated(frames: Sequence[Tensor], milliseconds: int = 80) -> bytes:
+    """The uint8 pictures (height, width, 3) as a GIF that never ends."""
+    from PIL import Image
+
+    first, *others = (Image.fromarray(frame.numpy()).quantize(256) for frame in frames)
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
+    return file.getvalue()
