@@ -31,9 +31,9 @@ from wellposed.runs import read_journal
 from wellposed.spectrum import stable_rank
 from wellposed.training.finetuning.config import LanguageConfig
 from wellposed.training.finetuning.language import finetune_language
+from wellposed.training.finetuning.language_task import LanguageTask
 from wellposed.training.finetuning.methods import adapter_config
 from wellposed.training.finetuning.models import open_language_model
-from wellposed.training.finetuning.task import LanguageTask
 
 METHODS = ["full", "lora", "rslora", "dora", "sine", "sine-dora"]
 
@@ -101,7 +101,7 @@ def test_every_method_trains_saves_and_loads(method: str, home: Path, tmp_path: 
 
 
 def test_the_methods_are_what_peft_calls_them(home: Path, tmp_path: Path) -> None:
-    made = {name: adapter_config(settings(home, tmp_path, method=name), classifies=False) for name in METHODS[1:]}
+    made = {name: adapter_config(settings(home, tmp_path, method=name), {}) for name in METHODS[1:]}
     assert {name: (config.use_rslora, config.use_dora) for name, config in made.items()} == {
         "lora": (False, False),
         "rslora": (True, False),
@@ -111,7 +111,7 @@ def test_the_methods_are_what_peft_calls_them(home: Path, tmp_path: Path) -> Non
     }
     assert [isinstance(config, SineLoraConfig) for config in made.values()] == [False] * 3 + [True] * 2
     asked = settings(home, tmp_path, method="sine", omega=50.0, gain=3.0, target_modules=("q_proj",), lora_alpha=7.0)
-    own = adapter_config(asked, classifies=True)
+    own = adapter_config(asked, {"task_type": "SEQ_CLS"})
     assert (own.omega, own.gain, own.lora_alpha, own.target_modules) == (50.0, 3.0, 7.0, {"q_proj"})
     assert own.task_type == "SEQ_CLS"
 
@@ -159,6 +159,30 @@ def test_classifiers_learn_and_load(method: str, model: str, home: Path, tmp_pat
         loaded = peft.PeftModel.from_pretrained(kind.from_pretrained(home / model, pad_token_id=0), result.saved)
     given = {"input_ids": torch.arange(3, 20)[None], "attention_mask": torch.ones(1, 17, dtype=torch.long)}
     torch.testing.assert_close(loaded.eval()(**given).logits, result.model(**given).logits)
+
+
+def test_what_the_file_has_no_weights_for_is_saved_with_the_adapter(home: Path, tmp_path: Path) -> None:
+    """A masked language model has no pooler: a new one is random, and another where the adapter is loaded."""
+    config = transformers.AutoConfig.from_pretrained(home / "bert")
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "masked")
+    changes = {"model": str(tmp_path / "masked"), "tokenizer": home / "bert", "data": (str(home / "cola"),)}
+    result = finetune_language(settings(home, tmp_path / "run", method="lora", epochs=1, **changes), quiet=True)
+    torch.manual_seed(5)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "masked")
+    loaded = peft.PeftModel.from_pretrained(base, result.saved)
+    given = {"input_ids": torch.arange(3, 20)[None], "attention_mask": torch.ones(1, 17, dtype=torch.long)}
+    torch.testing.assert_close(loaded.eval()(**given).logits, result.model(**given).logits)
+
+
+def test_the_loss_is_that_of_a_token_also_where_nothing_is_asked(home: Path, tmp_path: Path) -> None:
+    """Nothing comes before the first token of a text without a prompt, which is not counted then."""
+    data = write_jsonl(tmp_path / "bare" / "train.jsonl", [{"prompt": "", "completion": "abc"}] * 4)
+    write_jsonl(data.with_name("test.jsonl"), [{"prompt": "", "completion": "abc"}])
+    asked = settings(home, tmp_path / "run", data=(str(data.parent),), epochs=1, lr=0.0, generate=0, batch_size=1)
+    result = finetune_language(asked, quiet=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(home / "llama")
+    ids = torch.tensor([[*result.tokenizer("abc")["input_ids"], result.tokenizer.eos_token_id]])
+    assert result.scores["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
 
 
 def test_a_run_that_was_interrupted_ends_as_if_it_were_not(

@@ -8,12 +8,14 @@ from tyro.extras import SubcommandApp
 
 from wellposed.cli.runs_named import given_fields, named_default
 from wellposed.training.finetuning.config import LanguageConfig
+from wellposed.training.finetuning.vision_config import VisionConfig
 
 
 def app(argv: Sequence[str]) -> SubcommandApp:
     """The commands; their flags default to what the file or the run that `argv` names has for them."""
     commands = SubcommandApp()
     commands.command(_language(argv))
+    commands.command(_vision(argv))
     return commands
 
 
@@ -35,3 +37,23 @@ def _language(argv: Sequence[str]) -> Callable[..., None]:
         finetune_language(options, given=given_fields(options, default))
 
     return language
+
+
+def _vision(argv: Sequence[str]) -> Callable[..., None]:
+    default = named_default(VisionConfig, "finetune vision", argv)
+
+    def vision(
+        options: VisionConfig = default,
+        config: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    ) -> None:
+        """Fine-tune a timm or HuggingFace vision model on labelled images, with a new head for their classes.
+
+        Args:
+            options: what to train.
+            config: a .toml or .json file of these settings, which flags then override.
+        """
+        from wellposed.training.finetuning.vision import finetune_vision
+
+        finetune_vision(options, given=given_fields(options, default))
+
+    return vision

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from wellposed.training.config import TrainConfig as TrainConfig
 from wellposed.training.dino_config import DinoConfig as DinoConfig
 from wellposed.training.finetuning.config import LanguageConfig as LanguageConfig
+from wellposed.training.finetuning.vision_config import VisionConfig as VisionConfig
 
 if TYPE_CHECKING:
     from wellposed.training.dino import PretrainResult as PretrainResult
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from wellposed.training.dino_checkpoints import save_dino as save_dino
     from wellposed.training.finetuning.language import LanguageResult as LanguageResult
     from wellposed.training.finetuning.language import finetune_language as finetune_language
+    from wellposed.training.finetuning.vision import VisionResult as VisionResult
+    from wellposed.training.finetuning.vision import finetune_vision as finetune_vision
     from wellposed.training.supervised import TrainResult as TrainResult
     from wellposed.training.supervised import train as train
 
@@ -23,6 +26,7 @@ _HOMES = {
     **dict.fromkeys(("PretrainResult", "pretrain"), "dino"),
     **dict.fromkeys(("load_dino", "open_networks", "save_dino"), "dino_checkpoints"),
     **dict.fromkeys(("LanguageResult", "finetune_language"), "finetuning.language"),
+    **dict.fromkeys(("VisionResult", "finetune_vision"), "finetuning.vision"),
 }
 
 

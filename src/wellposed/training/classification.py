@@ -14,6 +14,7 @@ from wellposed.data import Augment, Dataset, Loader, Mix, open_loader
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.recipes import describe, load, write
 from wellposed.training.accelerators import compiled, use_bf16
+from wellposed.training.augmentation import Augmentation
 from wellposed.training.config import TrainConfig
 from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, model_arguments
@@ -54,18 +55,11 @@ class Classification:
         """Batches to train on and to test on."""
         config, place = self._config, self._place()
         loader = open_loader(
-            *(data, config.batch_size),
+            data,
+            config.batch_size,
             **place,
             seed=config.seed,
-            augment=Augment(
-                crop=config.crop or "none",
-                padding=max(1, data.image_shape[-1] // 8),
-                flip=bool(config.flip),
-                geometry=config.geometry,
-                colour=config.colour,
-                erase=config.erase,
-            ),
-            mix=Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None,
+            **augmenting(config, data),
             workers=config.workers,
             compile=config.compile,
         )
@@ -171,6 +165,19 @@ class Classification:
         self.loader.load_state_dict(state["loader"])
         if self._ema is not None:
             self._ema.load_state_dict(state["average"])
+
+
+def augmenting(config: Augmentation, data: Dataset) -> dict[str, Any]:
+    """What a loader of `data` to train on is told of `config`."""
+    augment = Augment(
+        crop=config.crop or "none",
+        padding=max(1, data.image_shape[-1] // 8),
+        flip=bool(config.flip),
+        geometry=config.geometry,
+        colour=config.colour,
+        erase=config.erase,
+    )
+    return {"augment": augment, "mix": Mix(config.mixup, config.cutmix) if config.mixup or config.cutmix else None}
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:

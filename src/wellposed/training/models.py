@@ -1,4 +1,4 @@
-"""The model a run trains: a timm model made for the data, its skips cut and its weights conditioned as asked."""
+"""The model a run trains: a timm model made for the data, then changed as asked."""
 
 import difflib
 import inspect
@@ -14,8 +14,10 @@ from torch import nn
 import wellposed.models  # noqa: F401  # registers its names with timm
 from wellposed.attention import Polynomial, Relu, Sigmoid, use_attention
 from wellposed.data import Dataset
-from wellposed.errors import InvalidArgumentError
+from wellposed.errors import InvalidArgumentError, UnsuitableModelError
+from wellposed.families import blocks
 from wellposed.graying import gray_tokens
+from wellposed.lowrank import factorize
 from wellposed.skipless import condition_, cut_skips
 from wellposed.training.run_config import RunConfig
 
@@ -97,19 +99,33 @@ def changed_model(config: RunConfig, arguments: dict[str, Any]) -> nn.Module:
 
 
 def changed(config: RunConfig, model: nn.Module) -> nn.Module:
-    """`model` with its skips cut, its weights conditioned, its input grayed and its softmax replaced as asked."""
+    """`model` with skips cut, weights conditioned, input grayed, MLPs factorized and softmax replaced as asked."""
     if not config.skips:
         cut_skips(model, attention=config.cut != "mlp", mlp=config.cut != "attention")
     if config.init == "conditioned":
         condition_(model, alpha=config.alpha, beta=config.beta, c=config.c)
     if config.gray != "none":
         gray_tokens(model, config.gray, eps=config.gray_eps, at=config.gray_at)
+    if config.low_rank is not None:
+        how = {"omega": config.low_rank_omega, "activation": config.low_rank_activation}
+        factorize(model, config.low_rank, mlp_layers(model), **how)  # type: ignore[arg-type]
     if config.attention in {"relu", "sigmoid"}:
         use_attention(model, Relu() if config.attention == "relu" else Sigmoid())
     elif config.attention != "softmax":
         scale, degree = config.attention_scale, int(config.attention.removeprefix("degree-"))
         use_attention(model, Polynomial(degree, scale=1.0 if scale == "none" else None, learnable=scale == "learned"))
     return model
+
+
+def mlp_layers(model: nn.Module) -> list[str]:
+    """The names of the layers that make up the MLPs of the blocks of `model`."""
+    try:
+        found = {id(matrix.module) for block in blocks(model) for matrix in block.family.weights(block.module).mlp}
+    except UnsuitableModelError as error:
+        raise UnsuitableModelError(
+            f"the blocks of {type(model).__name__} have no MLPs to be of low rank: expected a transformer"
+        ) from error
+    return [name for name, module in model.named_modules() if id(module) in found]
 
 
 def sketched(name: str) -> nn.Module:

@@ -75,6 +75,12 @@ class RunConfig(Settings):
     """What attention applies to its logits: softmax, a power (arXiv 2410.18613), ReLU / n or sigmoid."""
     attention_scale: Literal["fixed", "learned", "none"] = "fixed"
     """Of a power: 1 / sqrt(n) for a row that sees n keys, that with a learned factor for each head, or 1."""
+    low_rank: int | None = None
+    """Rank of the two matrices of every MLP, made from thin factors (arXiv 2403.19243); full if None."""
+    low_rank_activation: Literal["sine", "none"] = "sine"
+    """Of those matrices: sin(omega U V^T) / sqrt(in), or U V^T as it is."""
+    low_rank_omega: float | Literal["auto"] = "auto"
+    """Of the sine; 6 sqrt(in) of each matrix with auto."""
     optimizer: Literal["adamw", "soap", "muon"] = "adamw"
 
     out: Path | None = None
@@ -159,9 +165,26 @@ class RunConfig(Settings):
                 f"attention_scale={self.attention_scale!r} with attention={self.attention!r}: expected it with "
                 "--attention degree-1, degree-2 or degree-3"
             )
+        self._check_low_rank()
         for name in self.model_args:
             if name in _DECIDED:
                 raise InvalidArgumentError(f"model_args has {name!r}, which {_DECIDED[name]} decides; leave it out")
+
+    def _check_low_rank(self) -> None:
+        require(self, "low_rank", self.low_rank is None or self.low_rank >= 1, "at least 1")
+        omega, is_sine = self.low_rank_omega, self.low_rank_activation == "sine"
+        require(self, "low_rank_omega", omega == "auto" or 0 < omega < math.inf, "auto, or a number above 0")
+        if self.low_rank is None and not (is_sine and omega == "auto"):
+            raise InvalidArgumentError(
+                "low_rank_activation and low_rank_omega with matrices of full rank: expected them with --low-rank 4"
+            )
+        if omega != "auto" and not is_sine:
+            raise InvalidArgumentError(f"low_rank_omega={omega}: expected it with --low-rank-activation sine")
+        if self.low_rank is not None and self.init == "conditioned":
+            raise InvalidArgumentError(
+                f"low_rank={self.low_rank} with init='conditioned', which makes the same matrices orthogonal: expected "
+                "one of the two"
+            )
 
     @property
     def folder(self) -> Path:
@@ -170,5 +193,7 @@ class RunConfig(Settings):
         gray = "" if self.gray == "none" else f"-{self.gray}{self.gray_eps or ''}-{self.gray_at}"
         attention = "" if self.attention == "softmax" else f"-{self.attention}"
         attention += "" if self.attention_scale == "fixed" else f"-scale-{self.attention_scale}"
-        name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}{gray}{attention}-{self.optimizer}"
+        rank = "" if self.low_rank is None else f"-rank-{self.low_rank}-{self.low_rank_activation}"
+        rank += "" if self.low_rank_omega == "auto" else f"-omega-{self.low_rank_omega:g}"
+        name = f"{self.data.partition(':')[0]}-{self.model}-{kind}-{self.init}{gray}{attention}{rank}-{self.optimizer}"
         return self.out or Path("runs") / f"{self.prefix}{name}-{self.seed}"

@@ -126,6 +126,8 @@ def described_model(config: RunConfig, model: nn.Module) -> str:
     skips = "with skips" if config.skips else f"without skips{cut}"
     skips += "" if config.gray == "none" else f", {config.gray} graying of its {config.gray_at}"
     skips += "" if config.attention == "softmax" else f", {config.attention} attention"
+    if config.low_rank is not None:
+        skips += f", MLPs of rank {config.low_rank}{' under a sine' if config.low_rank_activation == 'sine' else ''}"
     return f"{config.model} {skips}, {config.init} init, {millions:.1f} M parameters"
 
 

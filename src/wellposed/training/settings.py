@@ -120,7 +120,7 @@ class Settings:
         return replace(stored, **{name: getattr(self, name) for name in given if name in FREE})
 
 
-def require(config: Settings, name: str, valid: object, expected: str) -> None:
+def require(config: object, name: str, valid: object, expected: str) -> None:
     """Raise InvalidArgumentError, with what was `expected` of the field `name`, unless it is `valid`."""
     if not valid:
         raise InvalidArgumentError(f"{name}={getattr(config, name)!r}: expected {expected}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -15,13 +15,6 @@ from wellposed.training.config import TrainConfig
 from wellposed.training.guards import flushed_denormals
 from wellposed.training.models import fitted_to_data
 from wellposed.training.running import carry_out, described_model, described_place
-
-# What suits a set where the configuration does not say: the crop, and whether mirrored images are of the same class.
-_USUAL_AUGMENTATION: dict[str, tuple[Literal["none", "pad", "resize"], bool]] = {
-    "digits": ("none", False),
-    "folder": ("resize", True),
-    "pet": ("resize", True),
-}
 
 
 @dataclass(frozen=True)
@@ -85,15 +78,12 @@ def train(
 
 def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
     """`config` with everything filled in that it leaves to the data, the model and the optimizer."""
-    config = fitted_to_data(config, data)
-    crop, flip = _USUAL_AUGMENTATION.get(data.name, ("pad", True))
+    config = fitted_to_data(config, data).suited_to(data.name)
     return replace(
         config,
         out=config.folder,
         lr=LEARNING_RATES[config.optimizer] if config.lr is None else config.lr,
         betas=BETAS[config.optimizer] if config.betas is None else config.betas,
-        crop=crop if config.crop is None else config.crop,
-        flip=flip if config.flip is None else config.flip,
     )
 
 

@@ -47,10 +47,12 @@ class RowLoader(Loader):
 
     def _read(self, shares: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         data = self._rows
-        for share in shares:
-            chosen = share.tolist()
-            inputs, targets = stacked([data.rows[i] for i in chosen], [data.targets[i] for i in chosen], data.padding)
-            yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        for chosen in [share.tolist() for share in shares]:  # all at once: later, each would wait for the device
+            batch = stacked([data.rows[i] for i in chosen], [data.targets[i] for i in chosen], data.padding)
+            if self.device.type == "cuda":  # a copy from other memory would wait for it too
+                batch = batch[0].pin_memory(), batch[1].pin_memory()
+            inputs, targets = (part.to(self.device, non_blocking=True) for part in batch)
+            yield inputs, targets
 
     def _finished(self, images_NCHW: Tensor, labels_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return images_NCHW, labels_N

@@ -20,8 +20,13 @@ class Tokens:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens that are to be learned."""
+        """The tokens after the prompt."""
         return self.ids[self.prompt :]
+
+    @property
+    def learned(self) -> int:
+        """How many tokens are to be learned; the first of all cannot be, for nothing comes before it."""
+        return len(self.ids) - max(1, self.prompt)
 
 
 @dataclass

@@ -58,7 +58,7 @@ def choose(
     for question in questions:
         own, start = found[start : start + len(question.answers)], start + len(question.answers)
         sums[0] -= own[question.right]
-        sums[1] += len(question.answers[question.right].answer)
+        sums[1] += question.answers[question.right].learned
         if len(own) > 1:
             sums[2] += max(range(len(own)), key=own.__getitem__) == question.right
             sums[3] += 1

@@ -1,40 +1,59 @@
 """The card that goes with fine-tuned weights: what they are, how they were made, and how good they are."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
-from wellposed.data.language import LanguageData
-from wellposed.training.finetuning.config import LanguageConfig
+from wellposed.training.finetuning.config import FinetuneConfig
 
 _SHOWN = (
     *("method", "r", "lora_alpha", "lora_dropout", "target_modules", "omega", "gain", "epochs", "batch_size", "lr"),
-    *("weight_decay", "betas", "warmup_epochs", "clip", "precision", "max_length", "pack", "seed"),
+    *("weight_decay", "betas", "warmup_epochs", "clip", "precision", "seed"),
 )
 _ADAPTER_ONLY = {"r", "lora_alpha", "lora_dropout", "target_modules"}
 
 
-def model_card(config: LanguageConfig, data: LanguageData, scores: dict[str, float], facts: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class Card:
+    """What a card says of one kind of data and model."""
+
+    data: str
+    """The name of the set."""
+    told: str
+    """What it was trained on, in sentences."""
+    pipeline: str
+    library: str
+    """The one that reads a whole model."""
+    imports: str
+    """Lines of Python that come before those that make the model."""
+    base: str
+    """The model that an adapter is put on, as Python."""
+    whole: str
+    """The model in the folder, where all weights were trained, as Python."""
+    own_settings: tuple[str, ...] = ()
+    """Further settings to show."""
+
+
+def model_card(config: FinetuneConfig, card: Card, scores: dict[str, float], facts: dict[str, Any]) -> str:
     """The card, in Markdown with the header that model folders have."""
     is_full, is_sine = config.method == "full", config.method.startswith("sine")
     hidden = (_ADAPTER_ONLY if is_full else set()) | (set() if is_sine else {"omega", "gain"})
-    settings = {name: value for name, value in config.to_dict().items() if name in _SHOWN and name not in hidden}
+    values = config.to_dict()
+    settings = {name: values[name] for name in (*_SHOWN, *card.own_settings) if name not in hidden}
     if "target_modules" in settings:
         settings["target_modules"] = ", ".join(config.target_modules) or "all linear layers but the head"
-    counts = f"{facts['sequences_cut']} of {facts['sequences_read']}"
-    told = f"{counts} sequences were longer than {facts['max_length']} tokens and were cut."
-    labels = f" with the labels {', '.join(data.classes)}" if data.classes else ""
     return "\n".join(
         [
             "---",
             f"base_model: {json.dumps(config.model)}",
-            f"library_name: {'transformers' if is_full else 'peft'}",
-            f"pipeline_tag: {'text-classification' if data.classes else 'text-generation'}",
+            f"library_name: {card.library if is_full else 'peft'}",
+            f"pipeline_tag: {card.pipeline}",
             "tags: [wellposed]",
             "---",
             "",
-            f"# {config.model}, fine-tuned on {data.name} ({config.method})",
+            f"# {config.model}, fine-tuned on {card.data} ({config.method})",
             "",
-            f"Trained on {len(data)} examples{labels}. {told}",
+            card.told,
             "",
             "## Scores",
             "",
@@ -42,7 +61,7 @@ def model_card(config: LanguageConfig, data: LanguageData, scores: dict[str, flo
             "",
             "## Settings",
             "",
-            *_table("setting", {name: settings[name] for name in _SHOWN if name in settings}),
+            *_table("setting", settings),
             "",
             "## Made by",
             "",
@@ -51,7 +70,7 @@ def model_card(config: LanguageConfig, data: LanguageData, scores: dict[str, flo
             "## Use",
             "",
             "```python",
-            *_use(config, data),
+            *_use(config, card),
             "```",
             "",
         ]
@@ -63,15 +82,13 @@ def _table(heading: str, values: dict[str, Any]) -> list[str]:
     return [f"| {heading} | value |", "|---|---|", *rows]
 
 
-def _use(config: LanguageConfig, data: LanguageData) -> list[str]:
-    kind = "AutoModelForSequenceClassification" if data.classes else "AutoModelForCausalLM"
+def _use(config: FinetuneConfig, card: Card) -> list[str]:
     if config.method == "full":
-        return [f"from transformers import {kind}", f'model = {kind}.from_pretrained("path/to/this/folder")']
-    labels = f", num_labels={len(data.classes)}" if data.classes else ""
+        return [card.imports, f"model = {card.whole}"]
     return [
         *(["import wellposed.adapters  # makes PEFT know sine adapters"] if config.method.startswith("sine") else []),
         "from peft import PeftModel",
-        f"from transformers import {kind}",
-        f'base = {kind}.from_pretrained("path/to/the/base/model"{labels})',
+        card.imports,
+        f"base = {card.base}",
         'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
     ]

@@ -14,7 +14,7 @@ from wellposed.errors import UnsuitableModelError
 from wellposed.evaluation.language.generation import is_right, written_answers
 from wellposed.evaluation.language.likelihood import Choosing, choose
 from wellposed.runs import tracked
-from wellposed.training.finetuning.task import LanguageTask
+from wellposed.training.finetuning.language_task import LanguageTask
 
 
 class NextToken(nn.Module):

@@ -10,7 +10,7 @@ from wellposed.data.language import Labelled
 from wellposed.data.language.batches import RowLoader, TokenRows, row_of_texts
 from wellposed.evaluation.language.metrics import confusion, scores
 from wellposed.runs import tracked
-from wellposed.training.finetuning.task import LanguageTask
+from wellposed.training.finetuning.language_task import LanguageTask
 
 
 class TextClasses(nn.Module):
@@ -41,7 +41,12 @@ class LabelTask(LanguageTask):
         return TokenRows(self._data.name, rows, labels, self._padding)
 
     def _read_tests(self) -> None:
-        self._encoded_tests = {name: self._encoded(records) for name, records in self._data.tests.items()}
+        self._encoded_tests = {}
+        for name, records in self._data.tests.items():
+            found = self._encoded(records)
+            order = sorted(range(len(found)), key=lambda number: found.rows[number].shape[1])  # little padding
+            rows, labels = ([part[number] for number in order] for part in (found.rows, found.targets))
+            self._encoded_tests[name] = TokenRows(found.name, rows, labels, self._padding)
 
     def _net(self) -> nn.Module:
         return TextClasses(self.model)

@@ -1,7 +1,7 @@
 """Fine-tuning a language model on disk: `wellposed finetune language`."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ from accelerate import Accelerator
 
 from wellposed.data.language import LanguageData, open_language
 from wellposed.training.finetuning.completions import CompletionTask
-from wellposed.training.finetuning.config import LEARNING_RATES, LanguageConfig
+from wellposed.training.finetuning.config import LanguageConfig
 from wellposed.training.finetuning.labels import LabelTask
-from wellposed.training.finetuning.task import LanguageTask
+from wellposed.training.finetuning.language_task import LanguageTask
+from wellposed.training.finetuning.methods import layer_numbers
 from wellposed.training.guards import flushed_denormals
 from wellposed.training.running import carry_out, described_place
 
@@ -57,13 +58,7 @@ def finetune_language(
     if config.resume:
         config = config.resumed_from(LanguageConfig.of_run(config.out), given)
     config.check()
-    usual = LEARNING_RATES["full" if config.method == "full" else "adapter"]
-    config = replace(
-        config,
-        out=config.folder,
-        lr=usual if config.lr is None else config.lr,
-        lora_alpha=2.0 * config.r if config.lora_alpha is None else config.lora_alpha,
-    )
+    config = config.resolved()
     data = open_language(config.data, config.test, config.limit)
     kind: type[LanguageTask] = LabelTask if data.classes else CompletionTask
     with flushed_denormals():
@@ -71,6 +66,7 @@ def finetune_language(
             *(config, data, lambda place: kind(config, data, place)),
             lambda made, place: _summary(config, data, made, place),
             quiet=quiet,
+            observe=None if config.method == "full" else layer_numbers,
         )
     out = config.folder
     saved = out / ("model" if config.method == "full" else "adapter")

@@ -1,15 +1,19 @@
 """The ways to fine-tune: all weights, or one of PEFT's and our adapters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
-from wellposed.training.finetuning.config import LanguageConfig
+from wellposed.families import readable_name
+from wellposed.lowrank.targets import none_of
+from wellposed.training.finetuning.config import FinetuneConfig
 
 
-def adapter_config(config: LanguageConfig, *, classifies: bool) -> Any:
-    """What PEFT asks for to make the adapter of `config`."""
+def adapter_config(config: FinetuneConfig, more: Mapping[str, Any]) -> Any:
+    """What PEFT asks for to make the adapter of `config`; `more` is what it has to know of the model."""
     from peft import LoraConfig
 
     from wellposed.adapters import SineLoraConfig
@@ -19,17 +23,22 @@ def adapter_config(config: LanguageConfig, *, classifies: bool) -> Any:
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": list(config.target_modules) or "all-linear",
-        "task_type": "SEQ_CLS" if classifies else "CAUSAL_LM",
         "use_rslora": config.method == "rslora",
         "use_dora": config.method.endswith("dora"),
+        **more,
     }
     if config.method.startswith("sine"):
         return SineLoraConfig(**settings, omega=config.omega, gain=config.gain)
     return LoraConfig(**settings)
 
 
-def made_trainable(model: Any, config: LanguageConfig, *, classifies: bool) -> Any:
+def made_trainable(model: Any, config: FinetuneConfig, more: Mapping[str, Any]) -> Any:
     """`model` with what is trained in float32 and all else frozen, as `config.method` has it.
+
+    Args:
+        model: in the type that what is frozen is to have.
+        config: what to train.
+        more: what PEFT's configuration has to say of the model: its task_type, target_modules, modules_to_save.
 
     Raises:
         InvalidArgumentError: no layer is called as target_modules says.
@@ -40,14 +49,19 @@ def made_trainable(model: Any, config: LanguageConfig, *, classifies: bool) -> A
     if config.method == "full":
         return model.requires_grad_(True)
     try:
-        adapted = peft.get_peft_model(model, adapter_config(config, classifies=classifies))
+        adapted = peft.get_peft_model(model, adapter_config(config, more))
     except (InvalidArgumentError, UnsuitableModelError):
         raise
     except (ValueError, TypeError, NotImplementedError, KeyError) as error:
         reason = " ".join(str(error).split())[:400]
         named = ", ".join(config.target_modules) or "all linear layers"
-        kind = InvalidArgumentError if "not found in the base model" in reason else UnsuitableModelError
-        raise kind(
+        if "not found in the base model" in reason or "No modules were targeted" in reason:
+            layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+            raise InvalidArgumentError(
+                f"target_modules={named}: no layer of {type(model).__name__} that is left to adapt is called so. "
+                f"{none_of(config.target_modules, layers)}"
+            ) from error
+        raise UnsuitableModelError(
             f"method={config.method!r} cannot adapt {named} of {type(model).__name__}: {reason}. Name layers that it "
             "can with --target-modules, or use --method full"
         ) from error
@@ -59,11 +73,11 @@ def made_trainable(model: Any, config: LanguageConfig, *, classifies: bool) -> A
 
 
 @torch.no_grad()
-def update_numbers(model: Any) -> dict[str, float]:
-    """What an adapter has learned, on average over its layers; nothing for a model without one.
+def layer_numbers(model: Any) -> dict[str, float]:
+    """What an adapter has learned in each layer, under "layer/stable_rank" and "layer/argument_std".
 
     The stable rank ||D||_F^2 / ||D||_2^2 of the update D, before DoRA's norms, and of a sine adapter std(omega B A):
-    below 1 it is LoRA with another scale.
+    below 1 it is LoRA with another scale. No random number is drawn.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -71,13 +85,24 @@ def update_numbers(model: Any) -> dict[str, float]:
     from wellposed.adapters.report import product_std
     from wellposed.adapters.subspace import dominant
 
-    ranks, stds = [], []
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and "default" in layer.r:
-            delta = layer.get_delta_weight("default").float()
-            largest = float(dominant(delta, 1)[1])
-            ranks.append(float((delta / largest).square().sum()) if largest > 0 else 0.0)
+    found = {}
+    for full_name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or "default" not in layer.r:
+            continue
+        name = readable_name(full_name).removeprefix("base_model.model.")
+        delta = layer.get_delta_weight("default").float().flatten(1)
+        largest = float(dominant(delta, 1)[1])
+        found[f"{name}/stable_rank"] = float((delta / largest).square().sum()) if largest > 0 else 0.0
         if isinstance(layer, SineLayer):
-            stds.append(layer.omega["default"] * product_std(*layer.factors("default")))
-    found = {"mean_stable_rank": ranks, "mean_argument_std": stds}
-    return {name: sum(values) / len(values) for name, values in found.items() if values}
+            found[f"{name}/argument_std"] = layer.omega["default"] * product_std(*layer.factors("default"))
+    return found
+
+
+def update_numbers(model: Any) -> dict[str, float]:
+    """The means of `layer_numbers` over the layers; nothing for a model without an adapter."""
+    numbers = layer_numbers(model)
+    means: dict[str, float] = {}
+    for kind in ("stable_rank", "argument_std"):
+        values = [value for name, value in numbers.items() if name.endswith(f"/{kind}")]
+        means |= {f"mean_{kind}": sum(values) / len(values)} if values else {}
+    return means

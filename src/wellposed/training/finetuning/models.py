@@ -1,6 +1,6 @@
 """A language model and its tokenizer from disk; nothing in a file is executed, and nothing fetched unless asked."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class Opened:
     tokenizer: Any
     context: int
     padding: int
+    new: list[str]
+    """Names of the modules in the body of a classifier that its file has no weights for, such as what pools tokens."""
 
 
 def open_language_model(config: LanguageConfig, classes: Sequence[str], dtype: torch.dtype) -> Opened:
@@ -39,10 +41,7 @@ def open_language_model(config: LanguageConfig, classes: Sequence[str], dtype: t
     names = dict(enumerate(classes))
     options = {"id2label": names, "label2id": {label: number for number, label in names.items()}} if classes else {}
     model, told = _read(kind, Path(config.model), config, **options, dtype=dtype, output_loading_info=True)
-    # A new head is what a classifier is to learn, and what pools the tokens before it may be new too.
-    new = [key for key in told["missing_keys"] if not classes or key.startswith(f"{model.base_model_prefix}.")]
-    if lacking := sorted(key for key in new if "pooler" not in key):
-        raise ModelFileError(f"{config.model} lacks {len(lacking)} weights of the model, such as {lacking[0]}")
+    new = new_modules(model, told["missing_keys"], config.model, with_head=not classes)
     if Path(config.model).suffix == ".gguf":
         _forget_quantization(model)
     words = model.get_input_embeddings().weight.shape[0]
@@ -52,7 +51,18 @@ def open_language_model(config: LanguageConfig, classes: Sequence[str], dtype: t
         )
     padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = padding
-    return Opened(model, tokenizer, _context(model, tokenizer), padding)
+    return Opened(model, tokenizer, _context(model, tokenizer), padding, new)
+
+
+def new_modules(model: Any, missing: Collection[str], source: str, *, with_head: bool = False) -> list[str]:
+    """The modules within the body of `model` that `source` has no weights for, and that may be new: poolers.
+
+    Raises ModelFileError where others are missing. A head for classes is not of the body, unless `with_head`.
+    """
+    inside = sorted(key for key in missing if with_head or key.startswith(f"{model.base_model_prefix}."))
+    if lacking := [key for key in inside if with_head or "pooler" not in key]:
+        raise ModelFileError(f"{source} lacks {len(lacking)} weights of the model, such as {lacking[0]}")
+    return list(dict.fromkeys(key.rpartition(".")[0] for key in inside))
 
 
 def open_tokenizer(config: LanguageConfig) -> Any:

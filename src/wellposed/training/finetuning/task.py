@@ -1,7 +1,4 @@
-"""What fine-tuning does at each step, whatever is learned: AdamW on what is trained, under a warm-up and a cosine.
-
-Shapes: B rows of L tokens; inputs (B, K, L) as `wellposed.data.language.batches` has them.
-"""
+"""What fine-tuning does at each step, whatever is learned: AdamW on what is trained, under a warm-up and a cosine."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -15,73 +12,49 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from wellposed.data import Loader
-from wellposed.data.language import LanguageData
-from wellposed.data.language.batches import RowLoader, TokenRows
-from wellposed.data.language.tokens import Encoder
-from wellposed.errors import InvalidArgumentError
 from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.runs import provenance
 from wellposed.training.accelerators import use_bf16
-from wellposed.training.finetuning.cards import model_card
-from wellposed.training.finetuning.config import LanguageConfig
-from wellposed.training.finetuning.methods import made_trainable, update_numbers
-from wellposed.training.finetuning.models import open_language_model
+from wellposed.training.finetuning.config import FinetuneConfig
+from wellposed.training.finetuning.methods import update_numbers
 from wellposed.training.guards import is_repeatable
 
 _WEIGHTS = "trained.safetensors"
 
 
-class LanguageTask(ABC):
-    """A model of transformers' that learns from rows of tokens; to be made and used within `guards.repeatable`."""
+class FinetuneTask(ABC):
+    """A model that is already there and learns on; to be made and used within `guards.repeatable`.
+
+    A kind of data makes the model, in `base_dtype` and on the device, and its batches, and then calls `_begin`.
+    """
 
     last_good: int | None = None
+    model: Any
+    loader: Loader
 
-    def __init__(self, config: LanguageConfig, data: LanguageData, accelerator: Accelerator) -> None:
-        self._config, self._data, self._accelerator = config, data, accelerator
+    def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
+        self._settings, self._accelerator = config, accelerator
         self.bf16 = use_bf16(config.precision, accelerator.device)
-        base = torch.bfloat16 if self.bf16 and config.method != "full" else torch.float32
-        opened = open_language_model(config, data.classes, base)
-        self.tokenizer, self._padding = opened.tokenizer, opened.padding
-        self.length = min(config.max_length, opened.context)
-        self.encoder = Encoder(self.tokenizer, self.length)
-        rows = self._rows()
-        self._read_tests()
-        self.model = made_trainable(opened.model, config, classifies=bool(data.classes)).to(accelerator.device)
-        self._check()
-        if config.batch_size > len(rows):
-            raise InvalidArgumentError(
-                f"batch_size={config.batch_size}: the {len(data)} examples make {len(rows)} rows; expected at most that"
-            )
-        self.loader: Loader = RowLoader(
-            *(rows, config.batch_size),
-            seed=config.seed,
-            device=accelerator.device,
-            rank=accelerator.process_index,
-            ranks=accelerator.num_processes,
-        )
-        net = self._net()
+        self.base_dtype = torch.bfloat16 if self.bf16 and config.method != "full" else torch.float32
+        self._taken = 0
+        self._results: dict[str, float] = {}
+
+    def _begin(self, example: Tensor) -> None:
+        """Make ready to train `model` on `loader`, whose inputs look like `example`."""
+        config, net = self._settings, self._net()
         with self._autocast():
-            self.is_repeatable = is_repeatable(net, rows.rows[0][None].to(accelerator.device))
-        self._forward = accelerator.prepare_model(net)
+            self.is_repeatable = is_repeatable(net, example.to(self._accelerator.device))
+        self._training()
+        self._forward = self._accelerator.prepare_model(net)
         self._optimizer = make_optimizer(
             "adamw", self.model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas
         )
         self._steps = config.epochs * len(self.loader)
         self._warmup = min(self._steps - 1, round(config.warmup_epochs * len(self.loader)))
-        self._taken = 0
-        self._results: dict[str, float] = {}
-
-    @abstractmethod
-    def _rows(self) -> TokenRows:
-        """What to train on."""
-
-    @abstractmethod
-    def _read_tests(self) -> None:
-        """Turn what to test on into tokens."""
 
     @abstractmethod
     def _net(self) -> nn.Module:
-        """From inputs (B, K, L) to logits."""
+        """From a batch of inputs to logits."""
 
     @abstractmethod
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -92,20 +65,24 @@ class LanguageTask(ABC):
         """How many targets there are."""
 
     @abstractmethod
-    def _test(self, name: str) -> dict[str, float]:
-        """The scores on the test set `name`."""
+    def _tested(self) -> dict[str, float]:
+        """The scores of the model, which is in eval mode."""
 
     @abstractmethod
-    def _check(self) -> None:
-        """Raise where the model cannot do what is asked of it."""
+    def _save_model(self, folder: Path) -> None:
+        """Write the model whose weights are all trained into `folder`."""
+
+    @abstractmethod
+    def _card(self, facts: dict[str, Any]) -> str:
+        """The card of what was trained."""
 
     def train_step(self, images: Tensor, targets: Tensor, step: int) -> dict[str, Tensor]:
-        """One step of the optimizer, on rows of tokens; all targets of all processes weigh the same."""
+        """One step of the optimizer; all targets of all processes weigh the same."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self._optimizer.zero_grad()
         total = self._accelerator.reduce(self._counted(targets).float(), "mean")
-        size = self._config.micro_batch or len(images)
+        size = self._settings.micro_batch or len(images)
         sums = torch.zeros((), device=images.device)
         for inputs, wanted in zip(images.split(size), targets.split(size), strict=True):
             with self._autocast():
@@ -114,9 +91,9 @@ class LanguageTask(ABC):
             self._accelerator.backward(loss)
             sums += loss.detach()
         reported = {"loss": sums}
-        if self._config.clip:
+        if self._settings.clip:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            reported["grad_norm"] = nn.utils.clip_grad_norm_(trained, self._config.clip, foreach=True)
+            reported["grad_norm"] = nn.utils.clip_grad_norm_(trained, self._settings.clip, foreach=True)
         self._optimizer.step()
         self._taken = step + 1
         return reported
@@ -124,9 +101,17 @@ class LanguageTask(ABC):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
+    def _training(self) -> None:
+        """Train mode, but for statistics of batches that an adapter does not keep."""
+        self.model.train()
+        if self._settings.method != "full":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
     def learning_rate(self, step: int) -> float:
-        assert self._config.lr is not None
-        return self._config.lr * cosine_with_warmup(step, steps=self._steps, warmup=self._warmup)
+        assert self._settings.lr is not None
+        return self._settings.lr * cosine_with_warmup(step, steps=self._steps, warmup=self._warmup)
 
     def judge(self, step: int, values: dict[str, float]) -> None:
         """Nothing: numbers that are not finite, the loop sees itself."""
@@ -138,26 +123,16 @@ class LanguageTask(ABC):
         return self._taken == self._steps
 
     def evaluate(self) -> dict[str, float]:
-        """The scores on every test set, under its name where there are several, and then their means too."""
+        """The scores on what there is to test on."""
         self.model.eval()
-        found = {name: self._test(name) for name in self._data.tests}
-        self.model.train()
-        if len(found) == 1:
-            self._results = next(iter(found.values()))
-        elif found:
-            shared = set.intersection(*(set(values) for values in found.values()))
-            means = {key: sum(each[key] for each in found.values()) / len(found) for key in sorted(shared)}
-            self._results = means | {f"{name}/{key}": v for name, values in found.items() for key, v in values.items()}
+        self._results = self._tested()
+        self._training()
         return self._results
-
-    def _share(self, items: Any) -> Any:
-        """Those of `items` that this process tests."""
-        return items[self._accelerator.process_index :: self._accelerator.num_processes]
 
     def observed(self, look: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
         """What `look` sees of the model, in eval mode."""
         seen = look(self.model.eval())
-        self.model.train()
+        self._training()
         return seen
 
     def parameter_counts(self) -> tuple[int, int]:
@@ -167,20 +142,18 @@ class LanguageTask(ABC):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What else is to be known about the run: its size, what was cut, and the rank of what was learned."""
+        """What else is to be known about the run: its size, and the rank of what was learned."""
         trained, whole = self.parameter_counts()
-        facts = {
-            "trained_parameters": trained,
-            "all_parameters": whole,
-            "examples": len(self._data),
-            "max_length": self.length,
-            "sequences_cut": self.encoder.cut,
-            "sequences_read": self.encoder.seen,
-        }
-        return facts if self._config.method == "full" else facts | update_numbers(self.model)
+        facts = {"trained_parameters": trained, "all_parameters": whole}
+        return facts if self._settings.method == "full" else facts | update_numbers(self.model)
 
     def _trained(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        """What changes: parameters and, where all of them are trained, the buffers that go with them."""
+        found = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        if self._settings.method == "full":
+            kept = self.model.state_dict().keys()
+            found |= {name: value for name, value in self.model.named_buffers() if name in kept}
+        return found
 
     def save_weights(self, folder: Path) -> None:
         save_file({name: value.detach().contiguous() for name, value in self._trained().items()}, folder / _WEIGHTS)
@@ -192,18 +165,24 @@ class LanguageTask(ABC):
             value.copy_(found[name])
 
     def save_tested(self, folder: Path) -> None:
-        """The adapter as PEFT saves it, or the model, with its tokenizer and its card, in a folder within `folder`."""
-        target = folder / ("model" if self._config.method == "full" else "adapter")
+        """The adapter as PEFT saves it, or the model, with its card, in a folder within `folder`."""
+        is_full = self._settings.method == "full"
+        target = folder / ("model" if is_full else "adapter")
         written = target.with_name(f".{target.name}.tmp")
         shutil.rmtree(written, ignore_errors=True)
-        options = {} if self._config.method == "full" else {"save_embedding_layers": False}
-        self.model.save_pretrained(str(written), **options)
-        self.tokenizer.save_pretrained(str(written))
-        facts = self.facts | provenance(self._accelerator.device, seed=self._config.seed)
-        card = model_card(self._config, self._data, self._results, facts)
-        (written / "README.md").write_text(card, encoding="utf-8")
+        if is_full:
+            self._save_model(written)
+        else:
+            self.model.save_pretrained(str(written), save_embedding_layers=False)
+        facts = self.facts | provenance(self._accelerator.device, seed=self._settings.seed)
+        (written / "README.md").write_text(self._card(facts), encoding="utf-8")
+        self._save_more(written)
         shutil.rmtree(target, ignore_errors=True)
         written.replace(target)
+
+    def _save_more(self, folder: Path) -> None:
+        """Write what else belongs to the model into `folder`."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer and the loader, and the last scores."""
