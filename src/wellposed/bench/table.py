@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from wellposed.reporting import markdown_table
+
 
 @dataclass(frozen=True)
 class Table:
@@ -14,15 +16,4 @@ class Table:
 
     def markdown(self) -> str:
         """The table and its facts as GitHub Markdown."""
-        lines = [f"## {self.title}", "", _row(self.columns), _row(("---",) * len(self.columns))]
-        lines += [_row(row) for row in self.rows]
-        lines += ["", *(f"* {name}: {_quoted(name, value)}" for name, value in self.facts.items())]
-        return "\n".join(lines) + "\n"
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _quoted(name: str, value: str) -> str:
-    return f"`{value}`" if name in {"command", "commit"} else value
+        return f"## {self.title}\n\n" + markdown_table(self.columns, self.rows, self.facts)

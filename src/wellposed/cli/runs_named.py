@@ -15,9 +15,9 @@ def named_default(kind: type[Config], command: str, argv: Sequence[str]) -> Conf
     words = command.split()
     if list(argv[: len(words)]) != words:
         return kind()
-    if "--resume" in argv and (folders := _values(argv, "--out")):
+    if "--resume" in argv and (folders := values_of(argv, "--out")):
         return kind.of_run(Path(folders[-1]))
-    sources = _values(argv, "--config")
+    sources = values_of(argv, "--config")
     return kind.load(sources[-1]) if sources else kind()
 
 
@@ -29,7 +29,7 @@ def given_fields(options: Config, default: Config) -> list[str] | None:
     return [*given, "out", "resume"]
 
 
-def _values(argv: Sequence[str], flag: str) -> list[str]:
+def values_of(argv: Sequence[str], flag: str) -> list[str]:
     """What follows each `flag` in `argv`, as its own word or after an equals sign."""
     following = [after for word, after in pairwise(argv) if word == flag]
     return following + [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]

@@ -1,6 +1,15 @@
 """wellposed study: the main result in one command."""
 
+from collections.abc import Callable, Sequence
+
+from wellposed.cli.runs_named import values_of
 from wellposed.studies import StudyConfig
+from wellposed.studies.adapter_config import AdapterStudy
+
+
+def command(argv: Sequence[str]) -> Callable[..., None]:
+    """The command; with `--ablation adapters` in `argv`, the one that has the flags of adapters."""
+    return _adapters if "adapters" in values_of(argv, "--ablation") else study
 
 
 def study(config: StudyConfig) -> None:
@@ -13,7 +22,7 @@ def study(config: StudyConfig) -> None:
     from rich.table import Table
 
     from wellposed.studies import study as run
-    from wellposed.studies.config import TITLES
+    from wellposed.studies.words import TITLES
 
     result = run(config)
     headings = ("test accuracy, %", *(TITLES[optimizer] for optimizer in config.optimizers))
@@ -21,4 +30,18 @@ def study(config: StudyConfig) -> None:
     for row in result.rows():
         table.add_row(*row)
     Console().print(table)
+    print(f"The page: {result.report}")
+
+
+def _adapters(config: AdapterStudy) -> None:
+    """Fine-tune one model by LoRA, its kin and sine adapters of several ranks; print and write the table.
+
+    Args:
+        config: what to compare.
+    """
+    from wellposed.reporting import text_table
+    from wellposed.studies.adapters import study_adapters
+
+    result = study_adapters(config)
+    print(text_table(result.columns(), result.rows(brief=True)))
     print(f"The page: {result.report}")

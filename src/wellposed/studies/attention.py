@@ -11,7 +11,8 @@ from wellposed.diagnosis import attention_seen
 from wellposed.families import blocks
 from wellposed.recipes import load
 from wellposed.reporting import Section, heat_panel, image_panel
-from wellposed.studies.config import TITLES, Cell, StudyConfig
+from wellposed.studies.config import Cell, StudyConfig
+from wellposed.studies.words import TITLES
 from wellposed.training.models import build_model, fitted_to_data
 
 SAMPLES = 3

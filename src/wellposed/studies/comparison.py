@@ -10,21 +10,20 @@ import torch
 from torch import nn
 
 from wellposed.data import Dataset, open_data
-from wellposed.errors import InvalidArgumentError, RunError
+from wellposed.errors import InvalidArgumentError
 from wellposed.families import blocks
 from wellposed.reporting import page
-from wellposed.runs import atomic_path, device_named, is_free, locked, write_json, writing_to
+from wellposed.runs import atomic_path, device_named, locked, write_json, writing_to
 from wellposed.studies.ablations import Kind
 from wellposed.studies.config import Cell, StudyConfig
-from wellposed.studies.pictures import save_accuracies, sections
+from wellposed.studies.folders import REPORT, check_out, claim, facts_of
+from wellposed.studies.pictures import save_accuracies, save_ranks, sections
 from wellposed.studies.running import Outcome, run_cells
 from wellposed.studies.words import lead
 from wellposed.training.guards import is_repeatable
 from wellposed.training.models import build_model, fitted_to_data
 
-_STUDY, _REPORT = "study.json", "report.html"
-# What a study may have more or less of when it is taken up again: the runs are the same.
-_EXTENT = {"seeds", "more_seeds", "kinds", "optimizers"}
+_EXTENT = {"seeds", "more_seeds", "kinds", "ranks", "optimizers"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,14 @@ def study(config: StudyConfig) -> StudyResult:
     with locked(config.out):
         _claim(config)
         outcomes = tuple(run_cells(config))
-        result = StudyResult(config, outcomes, config.out / _REPORT, _facts(config))
+        runs = [config.run(cell) for cell in config.cells()]
+        result = StudyResult(config, outcomes, config.out / REPORT, facts_of(runs, _plain(config)))
         with writing_to(config.out):
             with atomic_path(result.report) as temporary:
                 text = page(config.described.title, lead(result), sections(config, result), result.facts)
                 temporary.write_text(text, encoding="utf-8")
             save_accuracies(config, config.out / "accuracy.png")
+            save_ranks(config, result)
             write_json(config.out / "outcomes.json", [asdict(outcome) for outcome in outcomes])
     return result
 
@@ -85,8 +86,7 @@ def study(config: StudyConfig) -> StudyResult:
 def _tried_out(config: StudyConfig) -> StudyConfig:
     """`config` with the kinds its model can be; raises what a run would raise, before anything is written."""
     device_named("cpu" if config.device == "auto" else config.device)
-    if config.out.exists() and not config.out.is_dir():
-        raise RunError(f"out={config.out} is a file; expected a folder, or a name that is free")
+    check_out(config.out)
     train, _ = (open_data(config.data, split, config.image_size) for split in ("train", "test"))
     if config.batch_size > len(train):
         raise InvalidArgumentError(
@@ -120,37 +120,9 @@ def _possible_kinds(config: StudyConfig, model: nn.Module) -> tuple[str, ...]:
     return tuple(possible)
 
 
-def _facts(config: StudyConfig) -> dict[str, str]:
-    """Where the numbers come from, as the runs noted it; what differs between them is listed."""
-    runs = [json.loads((config.run(cell).folder / "config.json").read_text("utf-8")) for cell in config.cells()]
-    facts = {
-        name: "; ".join(dict.fromkeys(run[name] for run in runs))
-        for name in ("command", "commit", "hardware", "versions", "date")
-    }
-    facts["seeds"] = ", ".join(str(seed) for seed in sorted({cell.seed for cell in config.cells()}))
-    facts["settings"] = ", ".join(f"{name} {value}" for name, value in _plain(config).items())
-    return facts
-
-
 def _claim(config: StudyConfig) -> None:
     """Make the folder this study's own, or see that it already is."""
-    path, ours = config.out / _STUDY, _plain(config)
-    if not path.exists():
-        if not is_free(config.out):
-            raise RunError(f"out={config.out} is not empty and holds no study; choose another --out")
-        write_json(path, ours)
-        return
-    try:
-        theirs = asdict(StudyConfig()) | json.loads(path.read_text(encoding="utf-8"))  # older ones know fewer settings
-        different = [name for name in ours if name not in _EXTENT and ours[name] != theirs[name]]
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path} cannot be read ({error}); choose another --out") from error
-    if different:
-        name = different[0]
-        raise RunError(
-            f"the study in {config.out} was made with {name}={theirs[name]}, now it is {ours[name]}: "
-            "choose another --out, or give the same settings to go on with it"
-        )
+    claim(config.out, _plain(config), asdict(StudyConfig()), _EXTENT)  # older ones know fewer settings
 
 
 def _plain(config: StudyConfig) -> dict[str, Any]:

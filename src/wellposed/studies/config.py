@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wellposed.errors import InvalidArgumentError
-from wellposed.studies.ablations import ABLATIONS, Ablation, Kind
+from wellposed.studies.ablations import ABLATIONS, RANKS, Ablation, Kind, low_rank
 from wellposed.training import TrainConfig
 from wellposed.training.config import ModelArgs
 
 OPTIMIZERS: tuple[Literal["adamw", "soap"], ...] = ("adamw", "soap")
-TITLES = {"adamw": "AdamW", "soap": "SOAP"}
 SMALL: dict[str, dict[str, bool | int | float | str]] = {
     "vit": {"embed_dim": 64, "depth": 8, "num_heads": 4},
     "convmixer": {"dim": 64, "depth": 8, "kernel_size": 3},
@@ -35,9 +34,10 @@ class Cell:
 class StudyConfig:
     """Train one model in several ways, by AdamW and by SOAP, and show the difference."""
 
-    ablation: Literal["conditioning", "skips", "graying", "attention"] = "conditioning"
+    ablation: Literal["conditioning", "skips", "graying", "attention", "low-rank"] = "conditioning"
     """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any.
-    graying: the input grayed by SVD and by DCT. attention: softmax, powers, ReLU and sigmoid."""
+    graying: the input grayed by SVD and by DCT. attention: softmax, powers, ReLU and sigmoid. low-rank: MLPs of full
+    rank, of low rank, and of low rank under a sine. One more, adapters, has its own flags: --ablation adapters -h."""
     data: str = "digits"
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"
@@ -46,8 +46,12 @@ class StudyConfig:
     """Of timm.create_model; if None, embed_dim 64 depth 8 num_heads 4 (or dim 64 depth 8 kernel_size 3) for digits."""
     kinds: tuple[str, ...] | None = None
     """Those to compare of skip, skipless, conditioned; of all, no-mlp, no-attention, none; of plain, svd-0.9,
-    svd-0.7, svd-0.5, dct-0.95, dct-0.8; or of softmax, degree-1, degree-2, degree-3, unscaled, relu, sigmoid,
-    skipless, conditioned. If None, all it can be."""
+    svd-0.7, svd-0.5, dct-0.95, dct-0.8; of softmax, degree-1, degree-2, degree-3, unscaled, relu, sigmoid,
+    skipless, conditioned; or of full, plain-1, sine-1, plain-4 and so on. If None, all it can be."""
+    ranks: tuple[int, ...] = RANKS
+    """In low-rank: the ranks to compare."""
+    omega: float | Literal["auto"] = "auto"
+    """In low-rank: the frequency of the sine; 6 sqrt(in) of each matrix with auto."""
     optimizers: tuple[Literal["adamw", "soap"], ...] = OPTIMIZERS
     out: Path = Path("runs/study")
     """Folder of the study; type the same command again to go on with one that was interrupted."""
@@ -84,7 +88,7 @@ class StudyConfig:
     @property
     def described(self) -> Ablation:
         """What the ablation's name stands for."""
-        return ABLATIONS[self.ablation]
+        return low_rank(self.ranks) if self.ablation == "low-rank" else ABLATIONS[self.ablation]
 
     @property
     def compared(self) -> tuple[Kind, ...]:
@@ -98,6 +102,8 @@ class StudyConfig:
         for name in ("seeds", "jobs"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name}={getattr(self, name)}: expected at least 1")
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 1:
+            raise InvalidArgumentError(f"ranks={self.ranks}: expected whole numbers from 1, each once")
         _require_some("kinds", self.kinds, [kind.key for kind in self.described.kinds])
         _require_some("optimizers", self.optimizers, OPTIMIZERS)
         for name, default in self.unused().items():
@@ -165,6 +171,7 @@ class StudyConfig:
             alpha=self.alpha,
             beta=self.beta,
             c=self.c,
+            low_rank_omega=self.omega if cell.kind.startswith("sine-") else "auto",
             **self.described.kind(cell.kind).settings,
         )
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.data import open_data, sampled_images
 from wellposed.recipes import load
-from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, line_panel
-from wellposed.runs import read_journal
+from wellposed.reporting import Curves, Line, Section, curves_figure, heat_panel, line_panel, markdown_table
+from wellposed.runs import atomic_path, read_journal
 from wellposed.studies.ablations import Kind
 from wellposed.studies.attention import attention_on_images, softmax_bound, weights_and_attention
-from wellposed.studies.config import TITLES, Cell, StudyConfig
+from wellposed.studies.config import Cell, StudyConfig
 from wellposed.studies.graying import graying_of_input
+from wellposed.studies.low_rank import COLUMNS, rank_curves, rank_rows, ranks_section, trained_models
 from wellposed.studies.running import PROBED_IMAGES
+from wellposed.studies.words import TITLES, lead
 
 if TYPE_CHECKING:
     from wellposed.studies.comparison import StudyResult
@@ -44,6 +46,8 @@ def sections(config: StudyConfig, result: "StudyResult") -> list[Section]:
         shown.append(weights_and_attention(config, train, images))
     if "graying" in config.described.shows and (plain := Cell("plain", config.optimizers[-1], config.seed)) in finished:
         shown.insert(2, graying_of_input(load(config.run(plain).folder), images))
+    if "ranks" in config.described.shows and (models := trained_models(config, result)):
+        shown.insert(1, ranks_section(models))
     if "attention" in config.described.shows:
         shown.append(attention_on_images(config, finished, test, images))
     return shown
@@ -64,6 +68,16 @@ def _table(config: StudyConfig, result: "StudyResult") -> Section:
         columns=("", *(heading for optimizer in config.optimizers for heading in (TITLES[optimizer], "at rate"))),
         rows=rows,
     )
+
+
+def save_ranks(config: StudyConfig, result: "StudyResult") -> None:
+    """parameters.png and table.md, where a study is about ranks."""
+    models = trained_models(config, result) if "ranks" in config.described.shows else []
+    if models:
+        curves_figure(rank_curves(models), across=2, path=config.out / "parameters.png")
+        with atomic_path(config.out / "table.md") as file:
+            table = markdown_table(COLUMNS, rank_rows(models), result.facts)
+            file.write_text(f"{lead(result)}\n\n{table}", encoding="utf-8")
 
 
 def save_accuracies(config: StudyConfig, path: Path) -> None:

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from wellposed.studies.chance import judged, pooled
+
 if TYPE_CHECKING:
     from wellposed.studies.comparison import StudyResult
 
+TITLES = {"adamw": "AdamW", "soap": "SOAP"}
 MARGIN = 0.02
 """Accuracies that are nearer to each other than this are called the same."""
 _WAYS = {1: "one way", 2: "two ways", 3: "three ways", 4: "four ways"}
@@ -87,6 +90,32 @@ def on_attention(result: "StudyResult") -> str:
     if "unscaled" not in reached:
         return first
     return f"{first} Without that scale it {_reaches(reached['unscaled'])}."
+
+
+def on_low_rank(result: "StudyResult") -> str:
+    """At full rank, and at each rank with a sine and without, under the optimizer that does best at full rank."""
+    optimizers = {o: values for o in result.config.optimizers if (values := result.accuracies("full", o))}
+    chosen = max(optimizers, key=lambda o: mean(optimizers[o]), default=result.config.optimizers[0])
+    found = {kind.key: result.accuracies(kind.key, chosen) for kind in result.config.compared}
+    chance = pooled(found.values())
+    told = []
+    for rank in result.config.ranks:
+        plain, sine = found.get(f"plain-{rank}"), found.get(f"sine-{rank}")
+        if plain and sine:
+            gap = 100 * (mean(sine) - mean(plain))
+            told.append(
+                f"at rank {rank}, {100 * mean(plain):.1f} % without the sine and {100 * mean(sine):.1f} with it "
+                f"({gap:+.1f}{'' if chance is None else ', ' + judged(sine, plain, chance)})"
+            )
+    if not told:
+        return _listed(result)
+    whole = f"With MLPs of full rank it {_reaches(mean(found['full']))}" if found.get("full") else "With low-rank MLPs"
+    unsure = (
+        "One seed each: how much of a difference is chance, these runs do not say."
+        if chance is None
+        else "In brackets the difference in points, and whether seeds alone would make it one time in twenty."
+    )
+    return f"{whole}, under {TITLES[chosen]}: {'; '.join(told)}. {unsure}"
 
 
 def _best(result: "StudyResult") -> dict[str, float]:
