@@ -174,7 +174,7 @@ class _Setting:
             if key in _fitting:
                 launch(_fitting[key])
                 return
-            for tiles in candidates(kernel, self.width, single=single):
+            for tiles in candidates(kernel, self.width, single=single, causal=bool(self.constants["CAUSAL"])):
                 try:
                     launch(tiles)
                 except OutOfResources:

@@ -62,6 +62,12 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
         *(Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2)),
     ),
 }
+_CAUSAL: dict[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(64, 64, 4, 3),
+    ("queries", 64): Tiles(64, 64, 4, 3),
+    ("keys", 128): Tiles(64, 64, 4, 2),
+}
+"""The first among them under a causal mask, where small tiles waste less on the diagonal."""
 _SINGLE: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 32): Tiles(64, 64, 4, 2),
     ("forward", 64): Tiles(64, 32, 4, 2),
@@ -81,12 +87,17 @@ WIDTHS = (32, 64, 128)
 """Of heads, for which there are tiles; others are rounded up."""
 
 
-def candidates(kernel: Kernel, width: int, *, single: bool) -> tuple[Tiles, ...]:
+def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool) -> tuple[Tiles, ...]:
     """What may be used for heads so wide, the best first; later ones need less of the device.
 
     Args:
         kernel: which of the three.
         width: one of WIDTHS.
         single: for float32; otherwise for bfloat16 and float16.
+        causal: with a causal mask.
     """
-    return (_SINGLE[kernel, width], _SMALLEST) if single else (*_HALF[kernel, width], _SMALLEST)
+    if single:
+        return _SINGLE[kernel, width], _SMALLEST
+    all_tiles = _HALF[kernel, width]
+    best = _CAUSAL.get((kernel, width), all_tiles[0]) if causal else all_tiles[0]
+    return (best, *(tiles for tiles in all_tiles if tiles != best), _SMALLEST)

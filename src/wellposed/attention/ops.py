@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from wellposed.attention.eager import eager_attention
 from wellposed.attention.linear import keys_seen, linear_attention
 from wellposed.errors import UnsuitableModelError
+from wellposed.spectrum.direct import direct
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU."""
@@ -72,7 +73,7 @@ def elementwise_attention(
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     head_scale = scale.expand(q.shape[1]) if isinstance(scale, Tensor) else None
     number = None if scale is None or isinstance(scale, Tensor) else float(scale)
-    o = _attention(q, k, v, counts, head_scale, phi, number, logit_scale, causal)
+    o = _direct(q, k, v, counts, head_scale, phi, number, logit_scale, causal)
     return o[..., :d] if missing else o
 
 
@@ -87,8 +88,7 @@ def _has_kernels(q: Tensor, v: Tensor, logit_scale: float) -> bool:
     return _kernels_work(q.device)
 
 
-@torch.library.custom_op("wellposed::elementwise_attention", mutates_args=())
-def _attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,6 +107,9 @@ def _attention(
     return o
 
 
+_attention = torch.library.custom_op("wellposed::elementwise_attention", _forward, mutates_args=())
+
+
 @_attention.register_fake
 def _(
     q: Tensor,
@@ -122,8 +125,7 @@ def _(
     return _token_major(q)
 
 
-@torch.library.custom_op("wellposed::elementwise_attention_backward", mutates_args=())
-def _attention_backward(
+def _gradients(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -155,6 +157,9 @@ def _attention_backward(
     return dq if for_q else q.new_empty(0), dk, dv, dscale
 
 
+_attention_backward = torch.library.custom_op("wellposed::elementwise_attention_backward", _gradients, mutates_args=())
+
+
 @_attention_backward.register_fake
 def _(
     do: Tensor,
@@ -184,9 +189,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(q, k, v, counts, head_scale)
 
 
-def _backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor, gradients: Any = _attention_backward) -> tuple[Tensor | None, ...]:
     for_q, for_k, for_v, _, for_scale = ctx.needs_input_grad[:5]
-    dq, dk, dv, dscale = _attention_backward(do, *ctx.saved_tensors, *ctx.settings, for_q, for_k or for_v, for_scale)
+    dq, dk, dv, dscale = gradients(do, *ctx.saved_tensors, *ctx.settings, for_q, for_k or for_v, for_scale)
     return (
         dq if for_q else None,
         dk if for_k else None,
@@ -206,6 +211,7 @@ def _refuse(ctx: Any, *gradients: Tensor) -> Any:
 
 _attention.register_autograd(_backward, setup_context=_keep)
 _attention_backward.register_autograd(_refuse)
+_direct = direct(_attention, _forward, _gradients, keep=_keep, backward=_backward, refuse=_refuse)
 
 
 def _token_major(like_BHNd: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class AttentionBench:
         width = next(width for width in WIDTHS if width >= shape[-1])
         for kernel, (products, work) in works.items():
             times = {}
-            for tiles in candidates(kernel, width, single=False):
+            for tiles in candidates(kernel, width, single=False, causal=causal):
                 try:
                     with kernels.with_tiles(kernel, tiles):
                         times[tiles] = self._seconds(work, device)

@@ -5,8 +5,7 @@
     dx = dy (W0 + s D);   G = (dy^T x) * cos(omega B A) * omega s;   dB = G A^T;   dA = B^T G
 
 Between the passes only x, W0, A and B are kept. torch.compile sees one operation each way, so that it cannot decide to
-keep the sine after all. Plain tensors outside of it take the same two functions without the operations' dispatch, which
-costs the host as much as everything else.
+keep the sine after all.
 
 Operations of multiplication and addition for T tokens: 6 T in out, three products of full size where LoRA has two, and
 two passes over the weight. Where W0 and s D are kept apart (`wellposed.lowrank.passes`), 10 T in out.
@@ -17,12 +16,13 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.lowrank.eager import sine_delta
 from wellposed.lowrank.passes import factor_gradients, sine_weights
+from wellposed.spectrum.direct import direct
 from wellposed.spectrum.modes import within_transform
 
 
@@ -63,9 +63,7 @@ def sine_linear(
         raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
     if within_transform():
         return _by_definition(x, weight0, bias, a, b, omega, scale)
-    if torch.compiler.is_compiling() or any(type(each) not in _PLAIN for each in (x, weight0, bias, a, b)):
-        return _sine_linear(x, weight0, bias, a, b, omega, scale)
-    return _Direct.apply(x, weight0, bias, a, b, omega, scale)
+    return _direct(x, weight0, bias, a, b, omega, scale)
 
 
 def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, autocast: bool) -> None:
@@ -221,29 +219,7 @@ def _refuse(ctx: Any, *gradients: Tensor) -> Any:
 
 _sine_linear.register_autograd(_backward, setup_context=_keep)
 _sine_linear_backward.register_autograd(_refuse)
-
-_PLAIN = (Tensor, nn.Parameter, type(None))
-"""What takes the short way; a subclass may stand for something that has no values here."""
-
-
-class _Direct(torch.autograd.Function):
-    """The operation of torch.library for plain tensors, outside of torch.compile."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _keep(ctx, inputs, inputs[0])
-        return _forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:
-        return _backward(ctx, dys[0], _Again.apply if torch.is_grad_enabled() else _gradients)
-
-
-class _Again(torch.autograd.Function):
-    """The gradients, of which there are no further ones."""
-
-    forward = staticmethod(lambda ctx, *inputs: _gradients(*inputs))
-    backward = staticmethod(_refuse)
+_direct = direct(_sine_linear, _forward, _gradients, keep=_keep, backward=_backward, refuse=_refuse)
 
 
 def _as_written(x: Tensor) -> AbstractContextManager[Any]:

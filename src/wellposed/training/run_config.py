@@ -125,8 +125,8 @@ class RunConfig(Settings):
     """SOAP: steps between two refreshes of its bases."""
     max_precond_dim: int = 10000
     """SOAP: dimensions larger than this are not rotated."""
-    soap_tf32: bool = False
-    """SOAP: rotate in TF32."""
+    soap_tf32: bool = True
+    """SOAP: rotate in TF32 on a GPU, in half the time; loss curves with and without it do not differ."""
     soap_spread: bool = False
     """SOAP: refresh a part of the bases at each step."""
     warmup_epochs: float = 1.0

@@ -1,0 +1,64 @@
+"""Operations of ours in torch's registry, called without going through it where nobody needs to know them.
+
+torch.compile, autocast and FSDP see an operation of torch.library as one, with its shapes. Its dispatch in Python takes
+the host longer than asking for a kernel does: on plain tensors outside of torch.compile the functions behind it are
+called as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (Tensor, nn.Parameter)
+"""A subclass may stand for something that has no values here."""
+
+
+def direct(
+    operation: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
+    gradients: Callable[..., Any],
+    *,
+    keep: Callable[..., None],
+    backward: Callable[..., Any],
+    refuse: Callable[..., Any],
+) -> Callable[..., Tensor]:
+    """What is called in place of `operation`.
+
+    Args:
+        operation: of torch.library, with its gradients registered.
+        forward: what it computes.
+        gradients: what the operation of its backward pass computes.
+        keep: of the context, inputs and output; what is kept for the backward pass.
+        backward: of the context, the gradient of the output and a function such as `gradients`; those of the inputs.
+        refuse: raises where gradients of the gradients are asked for.
+    """
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            return gradients(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> Any:
+            return refuse(ctx, *given)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            output = forward(*inputs)
+            keep(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *given: Any) -> Any:
+            return backward(ctx, *given, Once.apply if torch.is_grad_enabled() else gradients)
+
+    def call(*inputs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in inputs):
+            return operation(*inputs)
+        output: Tensor = Direct.apply(*inputs)
+        return output
+
+    return call
