@@ -54,7 +54,7 @@ def forward(o_BHNd: Tensor, q_BHNd: Tensor, k_BKMd: Tensor, v_BKMd: Tensor, prob
 
     def launch(tiles: Tiles) -> None:
         rows, keys = partial(setting.descriptor, rows=tiles.bm), partial(setting.descriptor, rows=tiles.bn)
-        forward_kernel[(b * h * triton.cdiv(n, tiles.bm),)](
+        forward_kernel[(b * h * -(-n // tiles.bm),)](
             *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(o_BHNd), setting.counts, setting.head_scale),
             *(h, n, k_BKMd.shape[2], setting.factor, setting.pre, setting.slope, setting.bias),
             **setting.constants,
@@ -76,7 +76,7 @@ def backward_queries(
 
     def launch(tiles: Tiles) -> None:
         rows, keys = partial(setting.descriptor, rows=tiles.bm), partial(setting.descriptor, rows=tiles.bn)
-        queries_kernel[(b * h * triton.cdiv(n, tiles.bm),)](
+        queries_kernel[(b * h * -(-n // tiles.bm),)](
             *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(do_BHNd), rows(dq_BHNd), by_factor_BHN, setting.counts),
             *(setting.head_scale, h, n, k_BKMd.shape[2], setting.factor_by_head, setting.factor_slope),
             *(setting.pre, setting.slope, setting.bias),
@@ -103,7 +103,7 @@ def backward_keys(
 
     def launch(tiles: Tiles) -> None:
         rows, keys = partial(setting.descriptor, rows=tiles.bm), partial(setting.descriptor, rows=tiles.bn)
-        keys_kernel[(b * kv_heads * triton.cdiv(m, tiles.bn),)](
+        keys_kernel[(b * kv_heads * -(-m // tiles.bn),)](
             *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(do_BHNd), keys(dk_BKMd), keys(dv_BKMd), setting.counts),
             *(setting.head_scale, kv_heads, q_BHNd.shape[2], m, setting.factor, setting.factor_slope),
             *(setting.pre, setting.slope, setting.bias),
@@ -239,4 +239,5 @@ def _sizes(tiles: Tiles) -> dict[str, int]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(device)
