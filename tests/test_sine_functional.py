@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -198,6 +199,19 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
     across = (a.T.contiguous().T, b.T.contiguous().T)
     arguments = (dy, x, inputs[1], *across, 2.0, 0.5, True, True, True)
     torch.library.opcheck(torch.ops.wellposed.sine_linear_backward.default, arguments)
+
+
+def test_without_dispatch_it_is_the_same_operation() -> None:
+    inputs = layer(dtype=torch.bfloat16)
+    asking = [inputs[0], *inputs[2:]]
+    ways = [function(*inputs, 2.0, 0.5) for function in (sine_linear, torch.ops.wellposed.sine_linear)]
+    assert ways[0].equal(ways[1])
+    assert all(map(torch.equal, *(gradients(y, asking) for y in ways)))
+    fakes = [FakeTensorMode().from_tensor(inputs[0])]
+    fakes += [fakes[0].fake_mode.from_tensor(each) for each in inputs[1:]]
+    y = sine_linear(*fakes, 2.0, 0.5)
+    assert isinstance(y, FakeTensor)
+    assert y.shape == ways[0].shape
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
