@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -68,12 +69,16 @@ def read_cifar(name: str, path: Path, split: str) -> ImageSet:
 
 def _read_binary(name: str, layout: _Layout, folder: Path, split: str) -> ImageSet:
     record = layout.label_bytes + _PIXELS
-    parts = []
+    files = []
     for file in layout.files[split]:
         found = _found(folder / file)
         if found is None:
             raise DataError(f"{folder / file} is missing, as are its .gz and .xz; download the set again")
-        content = _content(found)
+        files.append(found)
+    parts = []
+    with ThreadPoolExecutor() as threads:  # which all decompress at a time
+        contents = list(threads.map(_content, files))
+    for found, content in zip(files, contents, strict=True):
         if not content or len(content) % record:
             raise DataError(f"{found} holds {len(content)} bytes, not a multiple of {record}; download it again")
         parts.append(torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, record))
