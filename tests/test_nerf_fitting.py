@@ -46,13 +46,13 @@ def test_a_fitted_scene(scene: Path, tmp_path: Path) -> None:
     assert float(again) == pytest.approx(result.scores["psnr"], abs=0.2)
 
 
-@pytest.mark.parametrize(("sampler", "kind"), [("hierarchical", "full"), ("grid", "sine"), ("grid", "low-rank")])
+@pytest.mark.parametrize(("sampler", "kind"), [("hierarchical", "low-rank"), ("grid", "sine")])
 def test_other_samplers_and_layers_learn_too(scene: Path, tmp_path: Path, sampler: str, kind: str) -> None:
     config = replace(SMALL, data=str(scene), out=tmp_path / "run", sampler=sampler, kind=kind, rank=4, frames=0)
     config = replace(config, steps=150, test_views=1, samples=8192 if sampler == "hierarchical" else 4096)
     result = fit_nerf(config, quiet=True)
     assert result.scores["psnr"] > 17.5
-    assert (kind == "full") == (result.parameters == result.full_parameters)
+    assert result.parameters < result.full_parameters
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
@@ -64,17 +64,17 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
     monkeypatch.setattr("wellposed.fields.occupancy_grid.UPDATE_EVERY", 4)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fit_nerf(replace(config, out=whole), quiet=True)
-    step_of_loss = NerfTask._loss_of_step
+    loss = NerfTask.loss
 
     def stop(self: NerfTask, step: int) -> dict[str, torch.Tensor]:
         if step == 18:
             raise KeyboardInterrupt
-        return step_of_loss(self, step)
+        return loss(self, step)
 
-    monkeypatch.setattr(NerfTask, "_loss_of_step", stop)
+    monkeypatch.setattr(NerfTask, "loss", stop)
     with pytest.raises(KeyboardInterrupt):
         fit_nerf(replace(config, out=broken), quiet=True)
-    monkeypatch.setattr(NerfTask, "_loss_of_step", step_of_loss)
+    monkeypatch.setattr(NerfTask, "loss", loss)
     fit_nerf(replace(config, out=broken, resume=True), quiet=True)
     first, second = (load_file(folder / "field.safetensors") for folder in (whole, broken))
     assert all(torch.equal(first[name], second[name]) for name in first)

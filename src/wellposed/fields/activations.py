@@ -44,8 +44,7 @@ class Sine(nn.Module):
 class FourierFeatures(nn.Module):
     """[sin(2 pi B x), cos(2 pi B x)] with a fixed Gaussian B, (F, D), of standard deviation `scale` (arXiv 2006.10739).
 
-    B is rounded to what float16 holds, so that a weights file in float16 gives the same features. It is applied in
-    float32, whatever autocast says: rounded to bfloat16, a phase of many turns would be noise.
+    B is rounded to what float16 holds, so that a weights file in float16 gives the same features.
 
     Example:
         >>> features = FourierFeatures(2, 8)
@@ -61,6 +60,5 @@ class FourierFeatures(nn.Module):
         self.register_buffer("frequencies", frequencies.half().float())
 
     def forward(self, x_PD: Tensor) -> Tensor:
-        with torch.autocast(x_PD.device.type, enabled=False):
-            phases_PF = 2 * math.pi * (x_PD.float() @ self.frequencies.T.float())
+        phases_PF = 2 * math.pi * (x_PD @ self.frequencies.T)
         return torch.cat([phases_PF.sin(), phases_PF.cos()], dim=-1)

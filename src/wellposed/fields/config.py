@@ -62,6 +62,12 @@ class FieldConfig(Settings):
         return self.kind if self.kind == "full" else f"{self.kind}-{self.rank}"
 
     @property
+    def layers(self) -> dict[str, Any]:
+        """The arguments of a network that say what its layers are."""
+        rank = None if self.kind == "full" else self.rank
+        return {"width": self.width, "kind": self.kind, "rank": rank, "omega": self.omega}
+
+    @property
     def folder(self) -> Path:
         """`out`, or where the run goes if that is None."""
         return self.out or Path("runs") / f"fit-{self.name}-{Path(self.data).stem}-{self.label}-{self.seed}"

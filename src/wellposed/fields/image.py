@@ -16,7 +16,7 @@ from wellposed.data.pictures import read_picture
 from wellposed.errors import DataError
 from wellposed.fields.files import FieldSpec
 from wellposed.fields.image_config import ImageConfig
-from wellposed.fields.quality import WINDOW, psnr, ssim
+from wellposed.fields.quality import WINDOW, decibels, psnr, ssim
 from wellposed.fields.results import FITTED, TRUTH, FieldResult
 from wellposed.fields.training import FieldTask, fit_field
 from wellposed.runs import atomic_path, writing_to
@@ -39,7 +39,9 @@ def fit_image(config: ImageConfig, *, quiet: bool = False, given: Collection[str
     truth_HW3 = open_image(Path(config.data))
     size = truth_HW3.shape[0] * truth_HW3.shape[1]
     note = "" if quiet else f"; {_other_sizes(truth_HW3)}"
-    task, result = fit_field(config, lambda place: _task(config, truth_HW3, place), size=size, note=note, quiet=quiet)
+    task, result = fit_field(
+        config, lambda place: ImageTask(config, truth_HW3, place), size=size, note=note, quiet=quiet
+    )
     fitted_HW3 = render_image(task.model, *truth_HW3.shape[:2])
     with writing_to(config.folder):
         for name, picture in ((FITTED, fitted_HW3), (TRUTH, truth_HW3)):
@@ -86,7 +88,7 @@ def pixel_places(height: int, width: int, device: torch.device | str = "cpu") ->
 @torch.no_grad()
 def render_image(network: nn.Module, height: int, width: int) -> Tensor:
     """The picture that a network has learned, uint8 (H, W, 3), at any size of about the same shape."""
-    return (_colours(network, height, width) * 255).round().to(torch.uint8).cpu()
+    return (colours_of(network, height, width) * 255).round().to(torch.uint8).cpu()
 
 
 def encoded(picture_HW3: Tensor, kind: str, **options: int) -> bytes:
@@ -110,46 +112,41 @@ def _other_sizes(truth_HW3: Tensor) -> str:
     return f"as PNG it has {png:,} bytes, as JPEG of quality 75 {len(jpeg):,} ({quality:.1f} dB)"
 
 
-def _task(config: ImageConfig, truth_HW3: Tensor, accelerator: Accelerator) -> FieldTask:
-    height, width = truth_HW3.shape[:2]
-    device = accelerator.device
-    spec = FieldSpec(
-        "coordinates",
-        {
-            **{"in_features": 2, "out_features": 3, "width": config.width, "depth": config.depth},
-            **{"kind": config.kind, "rank": config.rank, "omega": config.omega},
-            **{"activation": config.activation, "scale": config.scale},
-        },
-        {"field": "image", "height": height, "width": width},
-    )
-    network = spec.build().to(device)
-    forward = compiled(network, accelerator) if config.compile else network
-    truth_P3 = (truth_HW3.float() / 255).reshape(-1, 3).to(device)
-    chosen = torch.randperm(len(truth_P3))[: max(1, round(config.fraction * len(truth_P3)))].to(device)
-    places_P2, colours_P3 = pixel_places(height, width, device)[chosen], truth_P3[chosen]
-    batch = min(config.batch_size, len(chosen))
+class ImageTask(FieldTask):
+    """A picture that is learned from some of its pixels."""
 
-    def loss(step: int) -> dict[str, Tensor]:
-        places, colours = places_P2, colours_P3
-        if batch < len(chosen):
-            drawn = torch.randint(len(chosen), (batch,), device=device)
-            places, colours = places_P2[drawn], colours_P3[drawn]
-        error = F.mse_loss(forward(places).float(), colours)
-        return {"loss": error, "psnr": -10 * torch.log10(error.detach())}
+    def __init__(self, config: ImageConfig, truth_HW3: Tensor, accelerator: Accelerator) -> None:
+        self._size = height, width = truth_HW3.shape[:2]
+        arguments = {"in_features": 2, "out_features": 3, "depth": config.depth, **config.layers}
+        arguments |= {"activation": config.activation, "scale": config.scale}
+        spec = FieldSpec("coordinates", arguments, {"field": "image", "height": height, "width": width})
+        device = accelerator.device
+        network = spec.build().to(device)
+        self._forward = compiled(network, accelerator) if config.compile else network
+        self._truth_P3 = (truth_HW3.float() / 255).reshape(-1, 3).to(device)
+        count = len(self._truth_P3)
+        chosen = torch.randperm(count)[: max(1, round(config.fraction * count))].to(device)
+        self._places, self._colours = pixel_places(height, width, device)[chosen], self._truth_P3[chosen]
+        self._batch = min(config.batch_size, len(chosen))
+        super().__init__(network, spec, config, accelerator, batch_size=self._batch, unit="pixels")
 
-    def evaluate() -> dict[str, float]:
-        found_3HW, truth_3HW = (
-            picture.unflatten(0, (height, width)).permute(2, 0, 1)
-            for picture in (_colours(network, height, width).flatten(0, 1), truth_P3)
-        )
+    def loss(self, step: int) -> dict[str, Tensor]:
+        """Of all the pixels that are trained on or, if they are more than a batch, of some."""
+        places, colours = self._places, self._colours
+        if self._batch < len(places):
+            drawn = torch.randint(len(places), (self._batch,), device=self.device)
+            places, colours = places[drawn], colours[drawn]
+        error = F.mse_loss(self._forward(places).float(), colours)
+        return {"loss": error, "psnr": decibels(error.detach())}
+
+    def scores(self) -> dict[str, float]:
+        """PSNR and SSIM of the whole picture."""
+        pair = colours_of(self.model, *self._size), self._truth_P3.unflatten(0, self._size)
+        found_3HW, truth_3HW = (picture.permute(2, 0, 1) for picture in pair)
         return {"psnr": float(psnr(found_3HW, truth_3HW)), "ssim": float(ssim(found_3HW, truth_3HW))}
 
-    return FieldTask(
-        *(network, spec, config, accelerator), loss=loss, evaluate=evaluate, batch_size=batch, unit="pixels"
-    )
 
-
-def _colours(network: nn.Module, height: int, width: int) -> Tensor:
+def colours_of(network: nn.Module, height: int, width: int) -> Tensor:
     """What the network gives for every pixel, (H, W, 3) in [0, 1], on its device."""
     device = next(network.parameters()).device
     places = pixel_places(height, width, device).split(_AT_A_TIME)

@@ -44,11 +44,16 @@ class Sampling:
 
 
 class Rendered(NamedTuple):
-    """What rays see: colours (R, 3); those of the coarse network if there is one; which of the rays are whole."""
+    """What rays see."""
 
     colour: Tensor
+    """(R, 3)."""
     coarse: Tensor | None
+    """(R, 3), by the coarse network, if there is one."""
     complete: Tensor
+    """(R,), which of the rays are whole."""
+    used: Tensor
+    """The share of the batch of samples that was needed."""
 
 
 class Nerf:
@@ -66,10 +71,12 @@ class Nerf:
         near, far, background = self.sampling.near, self.sampling.far, self.sampling.background
         if self.grid is not None:
             packed = self.grid.pack(rays, near, far, jitter=jitter)
-            return Rendered(self.grid.render(self.network.fine, rays, packed).colour, None, packed.complete)
+            seen = self.grid.render(self.network.fine, rays, packed)
+            return Rendered(seen.colour, None, packed.complete, (packed.pieces < packed.t.numel()).float().mean())
         pair = self.network.coarse or self.network.fine, self.network.fine
         coarse, fine = render_hierarchical(*pair, rays, near, far, self.sampling.counts, background, jitter=jitter)
-        return Rendered(fine, coarse, torch.ones_like(rays.origins[:, 0], dtype=torch.bool))
+        whole = torch.ones_like(rays.origins[:, 0])
+        return Rendered(fine, coarse, whole.bool(), whole.mean())
 
     @torch.no_grad()
     def colours(self, rays: Rays, render: Callable[..., Rendered] | None = None) -> Tensor:

@@ -26,7 +26,7 @@ class NerfConfig(FieldConfig):
 
     data: Annotated[str, tyro.conf.Positional] = ""
     """The folder of a scene: Blender synthetic (transforms_train.json) or LLFF (poses_bounds.npy)."""
-    steps: int = 15000
+    steps: int = 12000
     log_every: int = 100
     """Steps between two lines of metrics."""
     lr: float = 1e-3

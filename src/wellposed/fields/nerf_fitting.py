@@ -14,13 +14,13 @@ from wellposed.fields.files import FieldSpec
 from wellposed.fields.image import encoded
 from wellposed.fields.nerf import Nerf, Rendered, Sampling
 from wellposed.fields.nerf_config import NerfConfig
-from wellposed.fields.quality import WINDOW, psnr, ssim
+from wellposed.fields.quality import WINDOW, decibels, psnr, ssim
 from wellposed.fields.rays import Rays, camera_rays
 from wellposed.fields.results import FITTED, TRUTH, FieldResult
 from wellposed.fields.scenes import Scene, Views, read_scene
 from wellposed.fields.training import FieldTask, fit_field
-from wellposed.optim.schedules import cosine_with_warmup
 from wellposed.runs import atomic_path, device_named, tracked, writing_to
+from wellposed.training.guards import repeatable
 
 TURNTABLE, VIEWS = "turntable.gif", "views.png"
 _WARMUP = 500
@@ -44,8 +44,8 @@ def fit_nerf(config: NerfConfig, *, quiet: bool = False, given: Collection[str] 
     scene = open_scene(config)
     size = (len(scene.train) + len(scene.test)) * scene.size[0] * scene.size[1]
     task, result = fit_field(config, lambda place: NerfTask(config, scene, place), size=size, quiet=quiet)
-    assert isinstance(task, NerfTask)
-    with torch.no_grad(), task.autocast(), writing_to(config.folder):
+    task.model.eval()  # in the state of the tests, so that nothing is compiled anew
+    with torch.no_grad(), task.autocast(), repeatable(task.device, wanted=config.repeatable):
         _write_pictures(config, task, scene)
     return result
 
@@ -66,45 +66,41 @@ class NerfTask(FieldTask):
     """A scene that learns; everything that a step needs is on the device, and nothing is read back."""
 
     def __init__(self, config: NerfConfig, scene: Scene, accelerator: Accelerator) -> None:
-        self.device = accelerator.device
-        rays = _rays_of(scene, scene.train).to(self.device)
-        spec = FieldSpec("nerf", _network_arguments(config), {})
-        network: Any = spec.build().to(self.device)
-        self.nerf = Nerf(network, _sampling(config, scene, rays))
+        self._rays = rays_of(scene, scene.train).to(accelerator.device)
+        self._colours = scene.train.images.reshape(-1, 3).to(accelerator.device)
+        self._tested = scene.test.spread(config.test_views)
+        spec = FieldSpec("nerf", {**config.layers, "coarse": config.sampler == "hierarchical"}, {})
+        network: Any = spec.build().to(accelerator.device)
+        self.nerf = Nerf(network, sampling_of(config, scene, self._rays))
         self.render: Callable[..., Rendered] = self.nerf.render
         if config.compile:
             self.render = torch.compile(self.nerf.render, dynamic=False)
-        self._rays, self._colours = rays, scene.train.images.reshape(-1, 3).to(self.device)
-        self._tested = _spread(scene.test, config.test_views)
         super().__init__(
             *(network, replace(spec, facts=self.nerf.facts()), config, accelerator),
-            loss=self._loss_of_step,
-            evaluate=self._scores,
             batch_size=self.nerf.sampling.rays,
             unit="rays",
+            warmup=min(_WARMUP, config.epochs * config.steps_per_test // 10),
             extra_state=None if self.nerf.grid is None else self.nerf.grid.state(),
         )
 
-    def learning_rate(self, step: int) -> float:
-        steps = self._config.epochs * len(self.loader)
-        return self._config.lr * cosine_with_warmup(step, steps=steps, warmup=min(_WARMUP, steps // 10))
-
-    def _loss_of_step(self, step: int) -> dict[str, Tensor]:
+    def loss(self, step: int) -> dict[str, Tensor]:
+        """Of rays through any pixels of any views."""
         if self.nerf.grid is not None:
             self.nerf.grid.update(self.nerf.network.fine.density, step)
         chosen = torch.randint(len(self._colours), (self.nerf.sampling.rays,), device=self.device)
         seen, truth = self.render(self._rays.at(chosen), jitter=True), self._colours[chosen]
         error = _error(seen.colour, truth, seen.complete)
         loss = error if seen.coarse is None else error + _error(seen.coarse, truth, seen.complete)
-        return {"loss": loss, "psnr": -10 * torch.log10(error.detach()), "whole_rays": seen.complete.float().mean()}
+        shares = {"whole_rays": seen.complete.float().mean(), "used_samples": seen.used}
+        return {"loss": loss, "psnr": decibels(error.detach()), **shares}
 
-    def _scores(self) -> dict[str, float]:
+    def scores(self) -> dict[str, float]:
         """Means over the held-out views."""
-        scores = []
+        found = []
         for image, pose in zip(self._tested.images, self._tested.poses, strict=True):
             pair = [each.permute(2, 0, 1) for each in (self.nerf.picture(pose, self.render), image.to(self.device))]
-            scores.append(torch.stack([psnr(*pair), ssim(*pair)]))
-        mean_psnr, mean_ssim = torch.stack(scores).mean(0).tolist()
+            found.append(torch.stack([psnr(*pair), ssim(*pair)]))
+        mean_psnr, mean_ssim = torch.stack(found).mean(0).tolist()
         return {"psnr": mean_psnr, "ssim": mean_ssim}
 
 
@@ -113,13 +109,8 @@ def _error(colour: Tensor, truth: Tensor, complete: Tensor) -> Tensor:
     return ((colour - truth).square().mean(1) * complete).sum() / complete.sum().clamp(min=1)
 
 
-def _network_arguments(config: NerfConfig) -> dict[str, Any]:
-    rank = None if config.kind == "full" else config.rank
-    layers = {"width": config.width, "kind": config.kind, "rank": rank, "omega": config.omega}
-    return {**layers, "coarse": config.sampler == "hierarchical"}
-
-
-def _sampling(config: NerfConfig, scene: Scene, rays: Rays) -> Sampling:
+def sampling_of(config: NerfConfig, scene: Scene, rays: Rays) -> Sampling:
+    """Where the rays of the scene's camera are to be sampled."""
     height, width = scene.size
     # In normalized device coordinates rays end at t = 1, so that their ends bound the scene.
     ends = torch.cat([rays.origins, rays.origins + rays.directions])
@@ -142,19 +133,13 @@ def _sampling(config: NerfConfig, scene: Scene, rays: Rays) -> Sampling:
     )
 
 
-def _rays_of(scene: Scene, views: Views) -> Rays:
+def rays_of(scene: Scene, views: Views) -> Rays:
+    """Those of all pixels of the views."""
     return camera_rays(views.poses, *scene.size, scene.focal, ndc=scene.ndc)
 
 
-def _spread(views: Views, count: int) -> Views:
-    """`count` of the views, spread over all of them; all if 0."""
-    count = min(count, len(views)) or len(views)
-    chosen = [i * len(views) // count for i in range(count)]
-    return Views(views.images[chosen], views.poses[chosen], tuple(views.names[i] for i in chosen))
-
-
 def _write_pictures(config: NerfConfig, task: NerfTask, scene: Scene) -> None:
-    shown = _spread(scene.test, _SHOWN)
+    shown = scene.test.spread(_SHOWN)
     made = [_bytes(task.nerf.picture(pose, task.render)) for pose in shown.poses]
     truth = [_bytes(image) for image in shown.images]
     pictures = {VIEWS: torch.cat([torch.cat(truth, 1), torch.cat(made, 1)], 0), TRUTH: truth[0], FITTED: made[0]}
@@ -163,7 +148,7 @@ def _write_pictures(config: NerfConfig, task: NerfTask, scene: Scene) -> None:
         frames = [_bytes(task.nerf.picture(pose, task.render)) for pose in tracked(list(scene.path), "turntable")]
         files = {TURNTABLE: animated(frames), **files}
     for name, content in files.items():  # fitted.png last: it says that all is there
-        with atomic_path(config.folder / name) as file:
+        with writing_to(config.folder), atomic_path(config.folder / name) as file:
             file.write_bytes(content)
 
 

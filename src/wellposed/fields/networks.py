@@ -76,7 +76,12 @@ class CoordinateNetwork(nn.Module):
             self._initialize_siren(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        first, *others = self.layers
+        with torch.autocast(x.device.type, enabled=False):  # rounded to bfloat16, places would lie 1/256 apart
+            x = first(x.float())
+        for layer in others:
+            x = layer(x)
+        return x
 
     @torch.no_grad()
     def _initialize_siren(self, frequency: float) -> None:

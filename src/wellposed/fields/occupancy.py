@@ -23,8 +23,8 @@ from wellposed.runs import device_named, writing_to
 from wellposed.training.accelerators import compiled
 
 MESH = "fitted.ply"
-_AT_A_TIME = {"cuda": 2**21, "cpu": 2**16}
-"""Points whose occupancy is computed together: 2 GiB for an activation of width 256 on a GPU; on a CPU, its cache."""
+_AT_A_TIME = {"cuda": 2**20, "cpu": 2**16}
+"""Points whose occupancy is computed together: 1 GiB for an activation of width 256 on a GPU; on a CPU, its cache."""
 
 
 def fit_occupancy(config: OccupancyConfig, *, quiet: bool = False, given: Collection[str] | None = None) -> FieldResult:
@@ -39,7 +39,9 @@ def fit_occupancy(config: OccupancyConfig, *, quiet: bool = False, given: Collec
     config = _resolved(config.begun(given))
     check_extra()
     shape = open_mesh(Path(config.data), repair=config.repair)
-    task, result = fit_field(config, lambda place: _task(config, shape, place), size=len(shape.faces), quiet=quiet)
+    task, result = fit_field(
+        config, lambda place: OccupancyTask(config, shape, place), size=len(shape.faces), quiet=quiet
+    )
     size = config.mesh_grid
     assert size is not None
     fitted = extract_mesh(lambda rows: logits(task.model, size, rows), size, shape)
@@ -75,42 +77,37 @@ def sampled_points(shape: Shape, count: int, spread: float) -> Tensor:
     return torch.cat([everywhere, surface.clamp(-1, 1)])
 
 
-def _task(config: OccupancyConfig, shape: Shape, accelerator: Accelerator) -> FieldTask:
-    device, grid = accelerator.device, config.grid or 0
-    spec = FieldSpec(
-        "coordinates",
-        {
-            **{"in_features": 3, "out_features": 1, "width": config.width, "depth": config.depth},
-            **{"kind": config.kind, "rank": config.rank, "omega": config.omega},
-            **{"activation": "gauss", "scale": config.sigma},
-        },
-        {"field": "occupancy", "centre": list(shape.centre), "scale": shape.scale},
-    )
-    network = spec.build().to(device)
-    forward = compiled(network, accelerator) if config.compile else network
-    placed = shape.to(device if device.type == "cuda" else torch.device("cpu"))  # labels need float64
-    points_P3 = sampled_points(placed, config.samples, config.spread).float()
-    inside_P = placed.contains(points_P3).to(device)
-    points_P3 = points_P3.to(device)
-    batch = min(config.batch_size, len(points_P3))
+class OccupancyTask(FieldTask):
+    """A shape that is learned from points whose side is known."""
 
-    def loss(step: int) -> dict[str, Tensor]:
-        drawn = torch.randint(len(points_P3), (batch,), device=device)
-        inside, found = inside_P[drawn], forward(points_P3[drawn])[:, 0].float()
+    def __init__(self, config: OccupancyConfig, shape: Shape, accelerator: Accelerator) -> None:
+        arguments = {"in_features": 3, "out_features": 1, "depth": config.depth, **config.layers}
+        arguments |= {"activation": "gauss", "scale": config.sigma}
+        facts = {"field": "occupancy", "centre": list(shape.centre), "scale": shape.scale}
+        spec, device = FieldSpec("coordinates", arguments, facts), accelerator.device
+        network = spec.build().to(device)
+        self._forward = compiled(network, accelerator) if config.compile else network
+        self._shape = shape.to(device if device.type == "cuda" else torch.device("cpu"))  # labels need float64
+        points_P3 = sampled_points(self._shape, config.samples, config.spread).float()
+        self._inside_P, self._points_P3 = self._shape.contains(points_P3).to(device), points_P3.to(device)
+        self._batch, self._grid = min(config.batch_size, len(points_P3)), config.grid or 0
+        super().__init__(network, spec, config, accelerator, batch_size=self._batch, unit="points")
+
+    def loss(self, step: int) -> dict[str, Tensor]:
+        """Cross-entropy of some of the points."""
+        drawn = torch.randint(len(self._points_P3), (self._batch,), device=self.device)
+        inside, found = self._inside_P[drawn], self._forward(self._points_P3[drawn])[:, 0].float()
         error = F.binary_cross_entropy_with_logits(found, inside.float())
         return {"loss": error, "iou": iou(found.detach() > 0, inside)}
 
-    def evaluate() -> dict[str, float]:
-        counts = torch.zeros(2, dtype=torch.long, device=device)
-        for rows in slabs(grid, device):
-            found, truth = logits(network, grid, rows) > 0, placed.fill(grid, rows).to(device)
+    def scores(self) -> dict[str, float]:
+        """IoU on the grid, a slab at a time."""
+        counts = torch.zeros(2, dtype=torch.long, device=self.device)
+        for rows in slabs(self._grid, self.device):
+            found, truth = logits(self.model, self._grid, rows) > 0, self._shape.fill(self._grid, rows).to(self.device)
             counts += torch.stack([(found & truth).sum(), (found | truth).sum()])
         both, either = counts.tolist()
         return {"iou": both / max(either, 1)}
-
-    return FieldTask(
-        *(network, spec, config, accelerator), loss=loss, evaluate=evaluate, batch_size=batch, unit="points"
-    )
 
 
 def iou(found: Tensor, truth: Tensor) -> Tensor:

@@ -31,6 +31,15 @@ class Views:
     def __len__(self) -> int:
         return len(self.images)
 
+    def at(self, chosen: Sequence[int]) -> "Views":
+        """Some of them."""
+        return Views(self.images[chosen], self.poses[chosen], tuple(self.names[i] for i in chosen))
+
+    def spread(self, count: int) -> "Views":
+        """`count` of them, spread over all; all if there are no more, or if 0."""
+        count = min(count, len(self)) or len(self)
+        return self.at([i * len(self) // count for i in range(count)])
+
 
 @dataclass(frozen=True)
 class Scene:

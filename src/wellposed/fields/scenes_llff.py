@@ -43,27 +43,17 @@ def read_llff(folder: Path, *, downscale: int = 1, frames: int = 40) -> Scene:
             f"{files[0]} is {images.shape[2]} x {images.shape[1]} pixels, the cameras are of pictures of {width:.0f} x "
             f"{height:.0f}; expected the same proportions"
         )
-    poses = torch.stack([rows[..., 1], -rows[..., 0], rows[..., 2], rows[..., 3]], dim=2)
-    if not is_camera(poses):
-        raise DataError(
-            f"{folder / 'poses_bounds.npy'}: some poses are no rotations; expected those of LLFF's imgs2poses"
-        )
     depths = table[:, 15:]
     scale = 1 / (_NEAREST * float(depths.min()))
     poses[:, :, 3] *= scale
     poses = recentered(poses)
     path = _spiral(poses, depths * scale, frames).float()
-    poses = poses.float()
-    names = [file.name for file in files]
+    views = Views(images, poses.float(), tuple(file.name for file in files))
     test, train = (
-        Views(images[chosen], poses[chosen], tuple(names[i] for i in chosen))
-        for chosen in (
-            [i for i in range(len(names)) if i % _HELD_OUT == 0],
-            [i for i in range(len(names)) if i % _HELD_OUT != 0],
-        )
+        views.at([i for i in range(len(views)) if (i % _HELD_OUT == 0) == held_out]) for held_out in (True, False)
     )
     if not len(train):
-        raise DataError(f"{folder} has {len(names)} view; expected at least 2, since every {_HELD_OUT}th is held out")
+        raise DataError(f"{folder} has {len(views)} view; expected at least 2, since every {_HELD_OUT}th is held out")
     return Scene(train, test, focal * images.shape[2] / width, near=0.0, far=1.0, ndc=True, path=path)
 
 

@@ -16,13 +16,15 @@ from wellposed.runs import atomic_path
 
 VIEWS = ((-30.0, 20.0), (60.0, 20.0))
 """Turn around the upright axis y, and tilt, in degrees."""
+SIZE = 400
+"""Pixels a side of a view."""
 _LIGHT, _FILL = (-0.45, 0.65, 0.6), (0.7, 0.1, 0.4)
 _CLAY = (0.80, 0.77, 0.72)
 _FINER = 2
 """Lines of sight across a pixel, each way."""
 
 
-def shaded_view(shape: Shape | None, turn: float, tilt: float, size: int = 400) -> Tensor:
+def shaded_view(shape: Shape | None, turn: float, tilt: float, size: int) -> Tensor:
     """The shape from one side on white, uint8 (size, size, 3); white alone if there is none."""
     fine = size * _FINER
     picture = torch.ones(fine * fine, 3, dtype=torch.float64)
@@ -36,7 +38,7 @@ def save_views(shape: Shape | None, path: Path) -> None:
     """Write the shape from two sides, beside one another; atomically."""
     from PIL import Image
 
-    picture = torch.cat([shaded_view(shape, *view) for view in VIEWS], dim=1)
+    picture = torch.cat([shaded_view(shape, *view, SIZE) for view in VIEWS], dim=1)
     with atomic_path(path) as file:
         Image.fromarray(picture.numpy()).save(file, "PNG", optimize=True)
 

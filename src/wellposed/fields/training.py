@@ -1,8 +1,9 @@
 """Fitting a field: Adam on a loss, in `wellposed.training`'s loop with its checkpoints, metrics and guards."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,7 @@ from wellposed.fields.results import FieldResult, full_parameter_count
 from wellposed.optim.schedules import cosine_with_warmup
 from wellposed.training.guards import flushed_denormals
 from wellposed.training.running import carry_out, described_place
+from wellposed.training.task import Remark
 
 _TRAINED = "trained.safetensors"
 
@@ -37,18 +39,19 @@ class Steps:
         self.done = 0
 
 
-class FieldTask:
+class FieldTask(ABC):
     """A field that learns; random numbers come from torch's own generators, which the loop saves.
+
+    Image, occupancy and NeRF say what is lost in a step, and how good the field is.
 
     Args:
         network: on its device already.
         spec: what `wellposed.fields.load` makes the network of again.
         config: how it is fitted.
         accelerator: where.
-        loss: called with the number of the step, within autocast: "loss" and what else to show, unread.
-        evaluate: the scores on all of the data; called in eval mode, without gradients.
         batch_size: points of a step, for the speed that is shown.
         unit: what a point is called: pixels, points, rays.
+        warmup: steps in which the learning rate rises.
         extra_state: what else the next step depends on, such as an occupancy grid: written into checkpoints and, when
             the run goes on, filled in place.
     """
@@ -63,18 +66,24 @@ class FieldTask:
         config: FieldConfig,
         accelerator: Accelerator,
         *,
-        loss: Callable[[int], dict[str, Tensor]],
-        evaluate: Callable[[], dict[str, float]],
         batch_size: int,
         unit: str,
+        warmup: int = 0,
         extra_state: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.spec, self.bf16 = network, spec, config.bf16
         self.loader: Any = Steps(config.steps_per_test, batch_size, unit)
-        self._config, self._device = config, accelerator.device
-        self._loss, self._evaluate = loss, evaluate
+        self.device, self._config, self._warmup = accelerator.device, config, warmup
         self._extra = dict(extra_state or {})
         self._optimizer = torch.optim.Adam(network.parameters(), lr=config.lr, fused=accelerator.device.type == "cuda")
+
+    @abstractmethod
+    def loss(self, step: int) -> dict[str, Tensor]:
+        """What is lost in a step on points that are drawn here, and what else to show, unread; called in autocast."""
+
+    @abstractmethod
+    def scores(self) -> dict[str, float]:
+        """How good the field is on all of the data; called in eval mode, within autocast, without gradients."""
 
     def train_step(self, images: Any, targets: Any, step: int) -> dict[str, Tensor]:
         """One step of the optimizer, on points that the loss draws."""
@@ -82,27 +91,29 @@ class FieldTask:
             group["lr"] = self.learning_rate(step)
         self._optimizer.zero_grad()
         with self.autocast():
-            values = self._loss(step)
+            values = self.loss(step)
         values["loss"].backward()
         self._optimizer.step()
         return {name: value.detach() for name, value in values.items()}
 
     def autocast(self) -> torch.autocast:
         """bfloat16 where the configuration says so."""
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
     def learning_rate(self, step: int) -> float:
-        return self._config.lr * cosine_with_warmup(step, steps=self._config.epochs * len(self.loader), warmup=0)
+        steps = self._config.epochs * len(self.loader)
+        return self._config.lr * cosine_with_warmup(step, steps=steps, warmup=self._warmup)
 
-    def judge(self, step: int, values: dict[str, float]) -> None:
-        """Nothing: numbers that are not finite, the loop sees itself."""
+    def judge(self, step: int, values: dict[str, float]) -> Remark | None:
+        """Nothing to remark: numbers that are not finite, the loop sees itself."""
+        return None
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The scores on all of the data."""
         self.model.eval()
         with self.autocast():
-            scores = self._evaluate()
+            scores = self.scores()
         self.model.train()
         return scores
 
@@ -134,6 +145,9 @@ class FieldTask:
             kept.copy_(state["extra"][name])
 
 
+AnyTask = TypeVar("AnyTask", bound=FieldTask)
+
+
 class _Fitted:
     """What the loop must know of the data: a name and a size, which do not change when a run goes on."""
 
@@ -146,12 +160,12 @@ class _Fitted:
 
 def fit_field(
     config: FieldConfig,
-    make_task: Callable[[Accelerator], FieldTask],
+    make_task: Callable[[Accelerator], AnyTask],
     *,
     size: int,
     note: str = "",
     quiet: bool = False,
-) -> tuple[FieldTask, FieldResult]:
+) -> tuple[AnyTask, FieldResult]:
     """Fit as `config` says, or go on with the run in its folder if it says `resume`.
 
     The folder of the run holds config.json, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, result.json and
@@ -166,7 +180,7 @@ def fit_field(
         quiet: show nothing while fitting.
     """
 
-    def describe(task: FieldTask, accelerator: Accelerator) -> str:
+    def describe(task: AnyTask, accelerator: Accelerator) -> str:
         count, whole = parameter_count(task.model), full_parameter_count(task.model)
         share = "" if count == whole else f" ({count / whole:.1%} of full rank)"
         return (

@@ -251,10 +251,11 @@ class Loop:
         found = [where for where in gather_object([failure.where]) if where]
         where = f"it begins with {found[0]}" if found else "taking the steps again gave finite numbers"
         epoch = (bad + 1) / len(self.task.loader)
+        longer = " or a longer --warmup-epochs" if "warmup_epochs" in self._identity else ""
         raise DivergedError(
             f"the loss or its gradient is not finite at step {bad + 1} (epoch {epoch:.2f}): {where}. "
             f"{path} is the last good checkpoint, after step {step_of(path)}. "
-            "Start again in another --out with a lower --lr or a longer --warmup-epochs"
+            f"Start again in another --out with a lower --lr{longer}"
         )
 
     def _random_state(self) -> dict[str, Tensor]:
