@@ -58,10 +58,15 @@ if TYPE_CHECKING:
     from wellposed.skipless import skips as skips
     from wellposed.spectrum import jacobian_spectrum as jacobian_spectrum
     from wellposed.spectrum import ntk as ntk
+    from wellposed.studies import AdapterResult as AdapterResult
+    from wellposed.studies import AdapterStudy as AdapterStudy
     from wellposed.studies import StudyConfig as StudyConfig
     from wellposed.studies import StudyResult as StudyResult
     from wellposed.studies import study as study
+    from wellposed.studies import study_adapters as study_adapters
     from wellposed.training import DinoConfig as DinoConfig
+    from wellposed.training import ImageConfig as ImageConfig
+    from wellposed.training import ImageResult as ImageResult
     from wellposed.training import LanguageConfig as LanguageConfig
     from wellposed.training import LanguageResult as LanguageResult
     from wellposed.training import PretrainResult as PretrainResult
@@ -69,14 +74,19 @@ if TYPE_CHECKING:
     from wellposed.training import TrainResult as TrainResult
     from wellposed.training import VisionConfig as VisionConfig
     from wellposed.training import VisionResult as VisionResult
+    from wellposed.training import finetune_image as finetune_image
     from wellposed.training import finetune_language as finetune_language
     from wellposed.training import finetune_vision as finetune_vision
     from wellposed.training import pretrain as pretrain
     from wellposed.training import train as train
 
 _HOMES = {
+    "AdapterResult": "studies",
+    "AdapterStudy": "studies",
     "Diagnosis": "diagnosis",
     "DinoConfig": "training",
+    "ImageConfig": "training",
+    "ImageResult": "training",
     "LanguageConfig": "training",
     "LanguageResult": "training",
     "Polynomial": "attention",
@@ -103,6 +113,7 @@ _HOMES = {
     "diagnose": "diagnosis",
     "discover": "evaluation",
     "factorize": "lowrank",
+    "finetune_image": "training",
     "finetune_language": "training",
     "finetune_vision": "training",
     "gray": "graying",
@@ -125,6 +136,7 @@ _HOMES = {
     "skips": "skipless",
     "softmax_attention": "attention",
     "study": "studies",
+    "study_adapters": "studies",
     "to_lora": "adapters",
     "train": "training",
     "ungray_tokens": "graying",

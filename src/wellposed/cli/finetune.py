@@ -8,6 +8,7 @@ from tyro.extras import SubcommandApp
 
 from wellposed.cli.runs_named import given_fields, named_default
 from wellposed.training.finetuning.config import LanguageConfig
+from wellposed.training.finetuning.image_config import ImageConfig
 from wellposed.training.finetuning.vision_config import VisionConfig
 
 
@@ -16,6 +17,7 @@ def app(argv: Sequence[str]) -> SubcommandApp:
     commands = SubcommandApp()
     commands.command(_language(argv))
     commands.command(_vision(argv))
+    commands.command(_image(argv))
     return commands
 
 
@@ -57,3 +59,23 @@ def _vision(argv: Sequence[str]) -> Callable[..., None]:
         finetune_vision(options, given=given_fields(options, default))
 
     return vision
+
+
+def _image(argv: Sequence[str]) -> Callable[..., None]:
+    default = named_default(ImageConfig, "finetune image", argv)
+
+    def image(
+        options: ImageConfig = default,
+        config: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
+    ) -> None:
+        """Teach a Stable Diffusion pipeline a subject from a few pictures (DreamBooth), and draw it.
+
+        Args:
+            options: what to train.
+            config: a .toml or .json file of these settings, which flags then override.
+        """
+        from wellposed.training.finetuning.dreambooth import finetune_image
+
+        finetune_image(options, given=given_fields(options, default))
+
+    return image
