@@ -10,16 +10,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from scipy.stats import ttest_ind
 from torch import nn
 
-from small_language import causal_folder, encoder_folder, first_letters, marked_sentences, write_jsonl
+from small_language import causal_folder, encoder_folder, first_letters, gguf_file, marked_sentences, write_jsonl
 from wellposed.adapters import SineLoraConfig
 from wellposed.cli import main
 from wellposed.errors import InvalidArgumentError
+from wellposed.studies import adapter_running
 from wellposed.studies.adapter_config import AdapterCell, AdapterStudy, control_factor, task_name
 from wellposed.studies.adapter_result import AdapterResult, Trained
-from wellposed.studies.adapter_running import AdapterOutcome, run_adapter, tried_out
+from wellposed.studies.adapter_running import AdapterOutcome, run_adapter, run_adapters, tried_out
 from wellposed.studies.adapter_words import lead
 from wellposed.studies.chance import is_sure, pooled
 
@@ -176,6 +178,22 @@ def test_each_set_has_its_own_score(home: Path, tmp_path: Path) -> None:
     assert outcome.scores == {"CoLA": {name: told[name] for name in ("loss", "accuracy", "matthews", "f1")}}
     assert outcome.points == {"CoLA": 100 * told["matthews"]}
     assert (outcome.parameters, outcome.stable_rank) == (told["trained_parameters"], told["mean_stable_rank"])
+
+
+def test_a_gguf_file_is_unpacked_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(home / "llama").eval()
+    packed = gguf_file(tmp_path / "llama.gguf", base)
+    study = AdapterStudy(
+        model=str(packed), data=(str(home / "letters"),), together=True, methods=("lora",), out=tmp_path
+    )
+    monkeypatch.setattr(adapter_running, "run_side_by_side", lambda runs, *_, **__: runs)
+    for _ in range(2):
+        assert {run.model for run in run_adapters(study)} == {str(tmp_path / "model")}  # type: ignore[attr-defined]
+        packed.unlink(missing_ok=True)
+    ids = torch.arange(3, 20)[None]
+    unpacked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    torch.testing.assert_close(unpacked(input_ids=ids).logits, base(input_ids=ids).logits)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("ab")["input_ids"]
 
 
 def test_images_go_the_same_way(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ def test_prints_a_table(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row[1]) == pytest.approx(held / 1e6, abs=0.006)
         assert float(row[2]) == pytest.approx(2 * numbers / held, rel=0.06)
         assert float(row[3]) > 0
-    assert float(rows[1][4]) > float(rows[2][4]) > 0
+        assert float(row[4]) > 0
+    assert (rows[0][5], rows[0][6]) == ("", "")
+    assert all(float(row[5]) >= 0 for row in rows[1:])
+    assert float(rows[1][6]) > float(rows[2][6]) > 0
 
 
 @pytest.mark.parametrize("change", [{"bits": ()}, {"layers": ((32, 0),)}, {"blocks": 0}, {"repeats": 0}])

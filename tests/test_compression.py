@@ -16,7 +16,7 @@ from small_adapters import gpt2, llama, logits
 from small_packed import KINDS, saved, trained
 from wellposed.adapters.layers import SineLayer
 from wellposed.cli import main
-from wellposed.compression import AdapterShelf, expand, packed_sine_weight, read_packed
+from wellposed.compression import AdapterShelf, expand, packed_weight, read_packed
 from wellposed.compression.files import PACKED
 from wellposed.errors import InvalidArgumentError, ModelFileError, RunError
 from wellposed.lowrank import sine_delta
@@ -317,8 +317,8 @@ def test_the_weight_from_packed_factors(tmp_path: Path) -> None:
     a, b = (read_packed(tmp_path / "packed").factors[f"{stem}.lora_{letter}.weight"] for letter in "AB")
     weight0 = torch.randn(32, 64)
     expected = weight0 + sine_delta(a.values(), b.values(), 300.0, 0.5)
-    torch.testing.assert_close(packed_sine_weight(weight0, a, b, 300.0, 0.5), expected)
-    half = packed_sine_weight(weight0.bfloat16(), a, b, 300.0, 0.5)
+    torch.testing.assert_close(packed_weight(weight0, a, b, 300.0, 0.5), expected)
+    half = packed_weight(weight0.bfloat16(), a, b, 300.0, 0.5)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, rtol=0.01, atol=0.02)
 

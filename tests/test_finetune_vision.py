@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -182,9 +183,16 @@ def test_the_image_size_follows_the_data(home: Path, tmp_path: Path) -> None:
     result = finetune_vision(replace(asked, epochs=1, method="lora"), quiet=True)
     images = digits(result.model)
     assert result.model(nn.functional.interpolate(images, (16, 16))).shape == (32, 10)
-    folder = settings(home, tmp_path / "larger", **FOLDER, model=str(home / "transformers"), image_size=12)
+    shutil.copytree(home / "transformers", tmp_path / "vit")
+    own = {"image_mean": [0.2] * 3, "image_std": [0.3] * 3, "size": {"height": 8, "width": 8}}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(own))
+    folder = settings(home, tmp_path / "larger", **FOLDER, model=str(tmp_path / "vit"), image_size=12)
     larger = finetune_vision(replace(folder, epochs=1), quiet=True)
     assert "Call it with interpolate_pos_encoding=True" in (larger.saved / "README.md").read_text()
+    kept = json.loads((larger.saved / "preprocessor_config.json").read_text())
+    assert kept == own | {"size": {"height": 12, "width": 12}}
+    told = json.loads((tmp_path / "larger" / "result.json").read_text())
+    assert (told["mean"], told["std"]) == ([0.2] * 3, [0.3] * 3)
 
 
 def test_batch_statistics_are_not_moved_by_an_adapter(tmp_path: Path) -> None:

@@ -159,8 +159,12 @@ def test_what_is_too_long_is_cut_and_counted() -> None:
     assert tokenizer.decode(encoder.example(Completion("ab", "123456789", "1")).ids) == "b12345"
     assert tokenizer.decode(encoder.example(Completion("", "x", "x")).ids) == "x<|endoftext|>"
     assert encoder.told() == "2 of 3 are longer than 6 tokens and were cut to that"
-    assert len(encoder.texts(Labelled("abcdefgh", None, "1"))["input_ids"]) == 6
-    assert encoder.cut == 3
+    short, long, pair = encoder.texts(
+        [Labelled("ab", None, "1"), Labelled("abcdefgh", None, "1"), Labelled("abcd", "efgh", "1")]
+    )
+    assert [len(each["input_ids"]) for each in (short, long, pair)] == [2, 6, 6]
+    assert tokenizer.decode(short["input_ids"]) == "ab"
+    assert encoder.cut == 4
     one, two = encoder.choices(Completion("abcdef", "no", "no", ("no", "yes")))
     assert one.ids[: one.prompt] == two.ids[: two.prompt] == tokenizer("ef")["input_ids"]
     assert len(encoder.prompt(Completion("abcdefgh", "x", "x"), room=4)) == 2

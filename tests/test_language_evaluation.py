@@ -1,5 +1,7 @@
 """Scores of language models, against scikit-learn and against transformers' own loss."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from wellposed.data.language.tokens import Tokens
 from wellposed.evaluation.language.generation import is_right
 from wellposed.evaluation.language.likelihood import Choosing, choose, log_likelihoods
 from wellposed.evaluation.language.metrics import confusion, scores
+from wellposed.training.finetuning.completions import NextToken
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40))
@@ -33,8 +36,11 @@ def test_the_confusion_of_several_classes_is_that_of_scikit_learn(pairs: list[tu
     assert set(scores(found)) == {"accuracy"}
 
 
-def _logits(inputs: Tensor) -> Tensor:
-    return llama()(input_ids=inputs[:, 0], use_cache=False).logits
+HOW: dict[str, Any] = {"batch_size": 3, "padding": 0, "device": torch.device("cpu")}
+
+
+def _logits(*inputs: Tensor) -> Tensor:
+    return NextToken(llama(), positions=True)(*inputs)
 
 
 def test_likelihoods_are_those_of_transformers_loss() -> None:
@@ -43,8 +49,7 @@ def test_likelihoods_are_those_of_transformers_loss() -> None:
         Tokens(torch.randint(1, 60, (size,), generator=generator).tolist(), prompt)
         for size, prompt in [(5, 2), (9, 4), (3, 1), (12, 11)]
     ]
-    how = {"batch_size": 3, "padding": 0, "device": torch.device("cpu")}
-    found = log_likelihoods(_logits, sequences, **how)
+    found = [one for (one,) in log_likelihoods(_logits, [[each] for each in sequences], **HOW)]
     for tokens, value in zip(sequences, found, strict=True):
         ids = torch.tensor([tokens.ids])
         labels = ids.clone()
@@ -53,9 +58,42 @@ def test_likelihoods_are_those_of_transformers_loss() -> None:
         assert value == pytest.approx(-loss.item() * len(tokens.answer), rel=1e-5)
     best = max(range(2), key=lambda number: found[number])
     questions = [Choosing(sequences[:2], best), Choosing(sequences[:2], 1 - best), Choosing(sequences[2:3], 0)]
-    loss, tokens_counted, right, asked = choose(_logits, questions, **how).tolist()
+    loss, tokens_counted, right, asked = choose(_logits, questions, **HOW).tolist()
     assert loss == pytest.approx(-(found[0] + found[1] + found[2]))
     assert (tokens_counted, right, asked) == (3 + 5 + 2, 1, 2)
+
+
+@pytest.mark.parametrize("prompt", [0, 4])
+def test_answers_read_together_are_as_likely_as_each_alone(prompt: int) -> None:
+    """Endings of every length, one the beginning of another, one of no token, and questions with nothing in common."""
+    generator = torch.Generator().manual_seed(prompt)
+    numbers = torch.randint(1, 60, (4, 12), generator=generator).tolist()
+    questions = [
+        [Tokens(row[:prompt] + ending, prompt) for ending in ([7, 8, 9, 1], [7, 8, 1], [7, 2, 3, 4, 1], [5, 1], [6])]
+        for row in numbers
+    ]
+    questions.append([Tokens(row, prompt) for row in numbers])
+    read: list[int] = []
+
+    def counted(inputs: Tensor, places: Tensor, sees: Tensor | None) -> Tensor:
+        read.append(inputs.shape[0] * inputs.shape[2])
+        return _logits(inputs, places, sees)
+
+    alone = log_likelihoods(counted, questions, **HOW, together=False)
+    tokens, read[:] = sum(read), []
+    together = log_likelihoods(counted, questions, **HOW)
+    assert sum(read) < tokens or not prompt
+    for one, other in zip(together, alone, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_logits_of_some_places_are_those_of_all() -> None:
+    inputs = torch.stack([torch.arange(1, 13).view(2, 6), torch.arange(6).repeat(2, 1)], 1)
+    places = torch.tensor([11, 0, 5])
+    model = llama()
+    net = NextToken(model, positions=True)
+    torch.testing.assert_close(net(inputs, places), model(input_ids=inputs[:, 0]).logits.flatten(0, 1)[places])
+    torch.testing.assert_close(net(inputs), model(input_ids=inputs[:, 0]).logits)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""BD-rate against closed forms and scipy's PCHIP, and the bounds of a stable rank for whatever quantization does."""
+"""BD-rate against closed forms, scipy's PCHIP and published examples; bounds of a stable rank under quantization."""
 
 import math
 
@@ -67,6 +67,41 @@ def test_against_scipy(
         inner = [quality for quality in at if low < quality < high]
         means.append(quad(PchipInterpolator(at, logs), low, high, points=inner or None, limit=200)[0] / (high - low))
     assert math.log1p(wp.bd_rate(own, reference)) == pytest.approx(means[0] - means[1], rel=1e-6, abs=1e-7)
+
+
+# The first two: curves of JCTVC-E137 and their rates, as Android's compatibility suite has them from Netflix's VMAF
+# (BdRateCalculatorTests.java). The others: the test data in example_usage.py of the package bjontegaard (x265 at two
+# presets), and what its version 1.3.0 gives with method="pchip", by its authors what the sheet of the common
+# test conditions of JVET has, to 10 places.
+PUBLISHED = [
+    (
+        [(108048.8736, 43.6471), (61279.976, 40.3953), (33905.6656, 37.247), (18883.6928, 34.2911)],
+        [(108061.2784, 43.6768), (61299.9936, 40.4232), (33928.7472, 37.2761), (18910.912, 34.3147)],
+        -0.00465215420752807,
+    ),
+    (
+        [(40433.8848, 37.5761), (7622.7456, 35.3756), (2394.488, 33.8977), (1017.6184, 32.0603)],
+        [(40370.12, 37.5982), (7587.0024, 35.4025), (2390.0944, 33.9194), (1017.0984, 32.0822)],
+        -0.018779823450567612,
+    ),
+    (
+        [(9487.76, 40.037), (4593.6, 38.615), (2486.44, 36.845), (1358.24, 34.851)],
+        [(9787.8, 40.121), (4469.0, 38.651), (2451.52, 36.97), (1356.24, 34.987)],
+        -0.04417485350589045,
+    ),
+    (
+        [(82472.76, 43.825), (26875.24, 41.404), (9487.76, 40.037), (4593.6, 38.615), (3600, 36.5), (2900, 35.1)],
+        [(99896.96, 44.731), (33952.04, 41.875), (9787.8, 40.121), (4469.0, 38.651), (4040, 37.0), (3300, 36.5)],
+        -0.029528024116427964,
+    ),
+]
+
+
+@pytest.mark.parametrize(("reference", "curve", "rate"), PUBLISHED)
+def test_published_examples(
+    reference: list[tuple[float, float]], curve: list[tuple[float, float]], rate: float
+) -> None:
+    assert wp.bd_rate(curve, reference) == pytest.approx(rate, rel=1e-9)
 
 
 def test_dominated_points_are_left_out() -> None:

@@ -1,8 +1,9 @@
 """What a server saves by holding adapters packed: memory per adapter and time to switch, against PEFT's in float16.
 
-PEFT keeps all adapters in the model and switches by `set_adapter`, which moves nothing. A shelf of packed adapters
-unpacks one into the factors of the model's only adapter; with a sine adapter the first forward pass then builds
-W0 + s sin(omega B A) from them, as every forward pass does.
+PEFT keeps all adapters in the model and switches by `set_adapter`, which moves nothing; every forward pass then adds
+the update, or builds W0 + s sin(omega B A). A shelf of packed adapters unpacks one into the factors of the model's only
+adapter, with the same forward passes. A shelf of merged ones builds the weights from the packed form, and PEFT its own
+by adding the update to W0, layer by layer; the model then runs as its base model does.
 """
 
 from collections.abc import Iterator
@@ -60,37 +61,60 @@ class CompressBench:
         kind = "sine adapters" if self.sine else "LoRA adapters"
         return Table(
             title=f"{self.adapters} {kind} of rank {self.rank} on {self.blocks * len(self.layers)} layers",
-            columns=("held as", "MB per adapter", "times smaller", "ms to switch", "mean error of dW"),
+            columns=(
+                *("held as", "MB per adapter", "times smaller", "ms to switch", "ms to switch, merged"),
+                *("s to quantize", "mean error of dW"),
+            ),
             rows=tuple(rows),
             facts=provenance(device, seed=self.seed),
         )
 
     def _rows(self, folder: Path, device: "torch.device") -> list[tuple[str, ...]]:
-        from wellposed.compression import AdapterShelf, compress, load_adapter
+        from wellposed.compression import compress
 
         model = self._model(device)
         for i in range(self.adapters):
             _train(model)
             model.save_pretrained(str(folder / f"plain-{i}"))
-        held, switch = self._peft(model, device)
-        rows: list[tuple[str, ...]] = [("PEFT, float16", f"{held / 1e6:.2f}", "1.0", f"{1000 * switch:.2f}", "")]
+        held, switch, merge = self._peft(model, device)
+        times = (f"{1000 * switch:.2f}", f"{1000 * merge:.2f}")
+        rows: list[tuple[str, ...]] = [("PEFT, float16", f"{held / 1e6:.2f}", "1.0", *times, "", "")]
         del model
         for bits in self.bits:
-            errors = []
+            errors, quantizing = [], []
             for i in range(self.adapters):
                 source, target = folder / f"plain-{i}", folder / f"{bits}-{i}"
+                quantizing += self._quantizing(source, bits, device)
                 errors.append(compress(source, bits=bits, out=target, device=self.device).error)
-            shelf = AdapterShelf(load_adapter(self._base(device), folder / f"{bits}-0"))
+            rows.append(self._packed(folder, bits, device, held, median(quantizing), sum(errors) / len(errors)))
+        return rows
+
+    def _packed(
+        self, folder: Path, bits: int, device: "torch.device", peft_held: float, quantizing: float, error: float
+    ) -> tuple[str, ...]:
+        from wellposed.compression import AdapterShelf, MergedShelf, load_adapter
+
+        cells = []
+        for kind in (AdapterShelf, MergedShelf):
+            shelf = kind(load_adapter(self._base(device), folder / f"{bits}-0"))
             before = _allocated(device)
             for i in range(self.adapters):
                 shelf.add(f"{i}", folder / f"{bits}-{i}")
-            packed = (_allocated(device) - before or shelf.nbytes) / self.adapters
-            names = cycle(shelf.packed)
-            times = seconds(partial(_use_next, shelf, names), device, repeats=self.repeats)
-            mean = sum(errors) / len(errors)
-            cells = (f"{packed / 1e6:.2f}", f"{held / packed:.1f}", f"{1000 * median(times):.2f}", f"{mean:.3f}")
-            rows.append((f"packed, {bits} bits", *cells))
-        return rows
+            held = (_allocated(device) - before or shelf.nbytes) / self.adapters
+            times = seconds(partial(_use_next, shelf, cycle(shelf.packed)), device, repeats=self.repeats)
+            cells.append(f"{1000 * median(times):.2f}")
+            del shelf
+        sizes = (f"{held / 1e6:.2f}", f"{peft_held / held:.1f}")
+        return (f"packed, {bits} bits", *sizes, *cells, f"{quantizing:.2f}", f"{error:.3f}")
+
+    def _quantizing(self, source: Path, bits: int, device: "torch.device") -> list[float]:
+        """Seconds to quantize all factors of an adapter that is on the device."""
+        from safetensors.torch import load_file
+
+        from wellposed.compression import quantize
+
+        rows = [each.reshape(1, -1).to(device) for each in load_file(source / "adapter_model.safetensors").values()]
+        return seconds(partial(quantize, rows, bits), device, repeats=1)
 
     def _base(self, device: "torch.device") -> Any:
         import torch
@@ -111,9 +135,11 @@ class CompressBench:
         config = (SineLoraConfig if self.sine else peft.LoraConfig)(r=self.rank, target_modules=targets)
         return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
-    def _peft(self, model: Any, device: "torch.device") -> tuple[float, float]:
-        """Bytes per adapter that PEFT holds, and the seconds that it takes to switch."""
+    def _peft(self, model: Any, device: "torch.device") -> tuple[float, float, float]:
+        """Bytes per adapter that PEFT holds, and the seconds that it takes to switch, and to build all weights."""
         import copy
+
+        from peft.tuners.lora import LoraLayer
 
         before, config = _allocated(device), model.peft_config["default"]
         for i in range(1, self.adapters + 1):
@@ -122,7 +148,9 @@ class CompressBench:
         held = (_allocated(device) - before) / self.adapters or sum(parameter.nbytes for parameter in parameters)
         names = cycle([f"{i}" for i in range(1, self.adapters + 1)])
         times = seconds(lambda: model.set_adapter(next(names), inference_mode=True), device, repeats=self.repeats)
-        return held, median(times)
+        layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+        merged = seconds(lambda: _merge(layers, next(names)), device, repeats=self.repeats)
+        return held, median(times), median(merged)
 
 
 def _train(model: Any) -> None:
@@ -130,6 +158,15 @@ def _train(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             parameter.data.normal_(std=0.01)
+
+
+def _merge(layers: list[Any], name: str) -> None:
+    """Build every layer's weight with the adapter of this name, as PEFT merges it."""
+    import torch
+
+    with torch.no_grad():
+        for layer in layers:
+            layer.get_base_layer().weight + layer.get_delta_weight(name)
 
 
 def _use_next(shelf: "AdapterShelf", names: Iterator[str]) -> None:

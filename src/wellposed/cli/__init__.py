@@ -22,7 +22,7 @@ def _app(argv: Sequence[str]) -> SubcommandApp:
     app.command(diagnose.diagnose)
     app.command(finetune.app(argv), name="finetune", help="Adapters, or all weights, of models that are already there.")
     app.command(compress.compress)
-    app.command(fit.app(argv), name="fit", help="Images and shapes as networks of a handful of parameters.")
+    app.command(fit.app(argv), name="fit", help="Images, shapes and scenes as networks of a handful of parameters.")
     app.command(bench.app, name="bench", help="The measured comparisons with peers.")
     return app
 

@@ -33,6 +33,14 @@ class PackedTensor:
         values = decode(codes, self.codebooks, self.exponent).to(self.dtype)
         return (values.T if self.by_column else values).reshape(self.shape)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the codes."""
+        return self.codes.device
+
     def to(self, device: torch.device | str) -> "PackedTensor":
         """A copy on a device."""
         return replace(self, codes=self.codes.to(device), codebooks=self.codebooks.to(device))

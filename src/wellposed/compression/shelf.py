@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from wellposed.compression.bits import unpack
 from wellposed.compression.files import read_packed
 from wellposed.compression.packed import PackedAdapter, PackedTensor
 from wellposed.compression.quantizers import decode
-from wellposed.compression.updates import as_matrix
+from wellposed.compression.weights import working_kernels
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
-from wellposed.lowrank.passes import sine_weights
 
 _MAY_DIFFER = (
     *("base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "auto_mapping"),
@@ -37,12 +37,31 @@ class _Stack:
     """Of one tensor after the other."""
     exponents: Tensor
     """One for each codebook."""
+    own_exponents: list[int]
+    """One for each tensor."""
 
     def values(self) -> Sequence[Tensor]:
-        count, shape = len(self.keys), self.like.shape
-        codes = unpack(self.codes, count * prod(shape), self.like.bits).view(len(self.codebooks), -1)
-        values = decode(codes, self.codebooks, self.exponents.int()).to(self.like.dtype).view(count, -1, codes.shape[1])
+        """Of each tensor, a view of them all where no codebooks go by columns."""
+        count, shape, dtype = len(self.keys), self.like.shape, self.like.dtype
+        each = count * prod(shape) // len(self.codebooks)
+        kernels = working_kernels(self.codes.device) if dtype != torch.float64 else None
+        if kernels is not None:
+            values = kernels.unpacked(self.codes, self.codebooks, self.exponents, self.like.bits, each, dtype)
+        else:
+            codes = unpack(self.codes, count * prod(shape), self.like.bits).view(-1, each)
+            values = decode(codes, self.codebooks, self.exponents.int()).to(dtype)
+        values = values.view(count, -1, each)
         return (values.mT if self.like.by_column else values).reshape(count, *shape).unbind()
+
+    @cached_property
+    def packed(self) -> dict[str, PackedTensor]:
+        """Each tensor as it is packed, views of the stack."""
+        parts = zip(self.codes.chunk(len(self.keys)), self.codebooks.chunk(len(self.keys)), strict=True)
+        own = zip(self.keys, self.own_exponents, parts, strict=True)
+        return {
+            key: replace(self.like, exponent=exponent, codes=codes, codebooks=codebooks)
+            for key, exponent, (codes, codebooks) in own
+        }
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,7 @@ def _stack(packed: PackedAdapter, keys: list[str]) -> _Stack:
         codes=torch.cat([each.codes for each in tensors]),
         codebooks=torch.cat([each.codebooks for each in tensors]),
         exponents=torch.tensor(exponents, dtype=torch.int8, device=tensors[0].codes.device),
+        own_exponents=[each.exponent for each in tensors],
     )
 
 
@@ -135,39 +155,25 @@ class AdapterShelf:
     @torch.no_grad()
     def use(self, name: str) -> None:
         """Give the model the adapter of this name."""
+        held = self._held(name)
+        for stack in held.stacks:
+            self._write(dict(zip(stack.keys, stack.values(), strict=True)))
+        self._write(held.others)
+
+    def _held(self, name: str) -> _Held:
         if name not in self.packed:
             raise InvalidArgumentError(f"name={name!r}: expected one of {', '.join(self.packed) or 'none yet'}")
-        held = self.packed[name]
-        for stack in held.stacks:
-            for key, values in zip(stack.keys, stack.values(), strict=True):
-                self.places[key].copy_(values)
-        for key, tensor in held.others.items():
-            self.places[key].copy_(tensor)
+        return self.packed[name]
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        """Give the model's tensors these values, all in a few launches."""
+        if tensors:
+            torch._foreach_copy_([self.places[key] for key in tensors], list(tensors.values()))
 
     @property
     def nbytes(self) -> int:
         """Of all adapters on the shelf."""
         return sum(held.nbytes for held in self.packed.values())
-
-
-def packed_sine_weight(
-    weight0: Tensor, a: PackedTensor, b: PackedTensor, omega: float, scale: float, dtype: torch.dtype | None = None
-) -> Tensor:
-    """W0 + scale sin(omega Q(B) Q(A)), (out, in), from packed factors (r, in) and (out, r), on W0's device.
-
-    Args:
-        weight0: W0.
-        a: packed A.
-        b: packed B.
-        omega: the frequency.
-        scale: s.
-        dtype: of the result; W0's if None.
-    """
-    q_a, q_b = as_matrix(a.values()), as_matrix(b.values())
-    first, *others = sine_weights(weight0, q_a, q_b, omega, scale, dtype or weight0.dtype)
-    for other in others:
-        first = first + other
-    return first
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,11 @@ class AdapterStudy:
             if name not in known:
                 raise InvalidArgumentError(f"settings has {name!r}: expected some of {', '.join(sorted(known))}")
 
+    @property
+    def unpacked(self) -> Path | None:
+        """The folder that a .gguf file is unpacked into, once for all runs; None for another model."""
+        return self.out / "model" if self.model.endswith(".gguf") else None
+
     def cells(self) -> Iterator[AdapterCell]:
         """Every run, one seed after the other."""
         for seed in range(self.seed, self.seed + self.seeds):
@@ -145,7 +150,7 @@ class AdapterStudy:
             settings["test"] = self.test
         return CONFIGS[self.modality](
             data=chosen if self.modality == "language" else chosen[0],
-            model=self.model,
+            model=str(self.unpacked or self.model),
             method="lora" if cell.method == "lora-control" else cell.method,
             lora_alpha=alpha,
             lr=None if rate is None else float(rate),

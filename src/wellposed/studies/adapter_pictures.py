@@ -11,7 +11,7 @@ from wellposed.studies.adapter_result import NAMES, Trained
 if TYPE_CHECKING:
     from wellposed.studies.adapter_result import AdapterResult
 
-_LOOKS = {
+LOOKS = {
     "full": ("#888888", "-"),
     "lora": ("#4477aa", "-"),
     "rslora": ("#66ccee", "-"),
@@ -20,6 +20,7 @@ _LOOKS = {
     "sine-dora": ("#aa3377", "-"),
     "lora-control": ("#4477aa", ":"),
 }
+"""Colour and style of each method's lines."""
 
 
 def against_parameters(models: Sequence[Trained]) -> list[Curves]:
@@ -69,7 +70,7 @@ def _learning(result: "AdapterResult") -> Section:
             for cell in own:
                 events = read_journal(config.run(cell).folder, "train")
                 x, y = ([event[name] for event in events] for name in ("epoch", "loss"))
-                lines.append(Line(NAMES[cell.method], x, y, *_LOOKS[cell.method]))
+                lines.append(Line(NAMES[cell.method], x, y, *LOOKS[cell.method]))
             title = f"{task + ', ' if task else ''}rank {rank}: training loss"
             panels.append(line_panel(title, lines, x="epoch", y="training loss"))
     return Section("Learning", f"The loss on the training set, with seed {config.seed}.", panels, across=2)
@@ -84,5 +85,5 @@ def _lines(models: Sequence[Trained], values: Callable[[Trained], Sequence[float
         if own:
             ends = [[pick(values(each)) for each in own] for pick in (mean, min, max)]
             x = [each.parameters for each in own]
-            lines.append(Line(name, x, ends[0], *_LOOKS[method], low=ends[1], high=ends[2]))
+            lines.append(Line(name, x, ends[0], *LOOKS[method], low=ends[1], high=ends[2]))
     return lines

@@ -12,7 +12,8 @@ from wellposed.runs import read_journal
 from wellposed.studies.adapter_config import AdapterCell, AdapterStudy
 from wellposed.studies.folders import read_result
 from wellposed.studies.side_by_side import run_side_by_side
-from wellposed.training.finetuning.config import FinetuneConfig
+from wellposed.training.finetuning.config import FinetuneConfig, LanguageConfig
+from wellposed.training.finetuning.models import unpack
 from wellposed.training.finetuning.vision_config import VisionConfig
 from wellposed.training.settings import RUN_CONFIG
 
@@ -84,6 +85,8 @@ def tried_out(config: AdapterStudy) -> AdapterStudy:
 def run_adapters(config: AdapterStudy) -> list[AdapterOutcome]:
     """Every run of the study, those that are done already as they are; a run that diverges is an outcome too."""
     runs = {cell: config.run(cell) for cell in config.cells()}
+    if config.unpacked is not None and not config.unpacked.exists():
+        unpack(LanguageConfig(model=config.model, data=config.data), config.unpacked)
     preload = ["wellposed.studies.adapter_running", "wellposed.adapters"]
     return list(run_side_by_side(runs, run_adapter, _finished, jobs=config.jobs, preload=preload).values())
 
@@ -116,14 +119,19 @@ def _finished(config: FinetuneConfig, cell: AdapterCell) -> AdapterOutcome | Non
     if ended is None:
         return None
     tested = {name: value for name, value in read_journal(config.folder, "test")[-1].items() if name not in _NO_SCORES}
-    scores: dict[str, dict[str, float]] = {}
-    for name, value in tested.items():
-        test, _, metric = name.rpartition("/")
-        scores.setdefault(test, {})[metric] = value
-    alone = scores.pop("", {})  # of one set, or the means of those that have names
-    scores = scores or {cell.task or config.sets: alone}
+    scores = by_set(tested, cell.task or config.sets)
     return AdapterOutcome(
         *(cell, ended["seconds"], scores, ended["trained_parameters"]),
         stable_rank=ended.get("mean_stable_rank"),
         argument_std=ended.get("mean_argument_std"),
     )
+
+
+def by_set(tested: dict[str, float], alone: str) -> dict[str, dict[str, float]]:
+    """The scores of each test set, from what finetune calls SET/SCORE, or SCORE where there is one set, `alone`."""
+    scores: dict[str, dict[str, float]] = {}
+    for name, value in tested.items():
+        test, _, metric = name.rpartition("/")
+        scores.setdefault(test, {})[metric] = value
+    means = scores.pop("", {})  # of one set, or the means of those that have names
+    return scores or {alone: means}

@@ -23,7 +23,7 @@ def study_adapters(config: AdapterStudy) -> AdapterResult:
     """Fine-tune every cell of `config`, or those that are missing, and write the page that compares them.
 
     The folder then holds report.html, table.md, adapters.png, outcomes.json and runs/, a folder for each run as
-    `wellposed finetune` makes it.
+    `wellposed finetune` makes it; and model/, what was in a .gguf file.
 
     Raises:
         RunError: the folder holds a study with other settings.
@@ -69,7 +69,8 @@ def _withdraw(out: Path) -> None:
     """Leave no trace of a study none of whose runs could begin: what was wrong with it may be said otherwise now."""
     if not (out / "runs").exists():
         (out / STUDY).unlink(missing_ok=True)
-        shutil.rmtree(out / "logs", ignore_errors=True)
+        for name in ("logs", "model"):
+            shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _plain(config: AdapterStudy) -> dict[str, Any]:

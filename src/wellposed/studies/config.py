@@ -37,7 +37,8 @@ class StudyConfig:
     ablation: Literal["conditioning", "skips", "graying", "attention", "low-rank"] = "conditioning"
     """conditioning: with skips, without, without but conditioned. skips: with, without attention's, the MLP's, any.
     graying: the input grayed by SVD and by DCT. attention: softmax, powers, ReLU and sigmoid. low-rank: MLPs of full
-    rank, of low rank, and of low rank under a sine. One more, adapters, has its own flags: --ablation adapters -h."""
+    rank, of low rank, and of low rank under a sine. Two more have their own flags:
+    --ablation adapters -h and --ablation compression -h."""
     data: str = "digits"
     """digits, shapes, cifar10:PATH, cifar100:PATH or folder:PATH."""
     model: str = "vit_tiny_patch16_224"

@@ -93,7 +93,7 @@ def _worked_on(
                         outcome = _received(process, results, waiting[key])
                         del running[key]
                         yield key, outcome
-                    else:
+                    elif not progress.disable:
                         progress.update(bars[key], **_progress_of(waiting[key].folder, waiting[key].epochs))
                 time.sleep(0.1)
         except KeyboardInterrupt:

@@ -51,10 +51,12 @@ class FinetuneConfig(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast, with adapters on a bf16 model, or float32 throughout; auto is bf16 on GPUs that have it."""
     test_batch_size: int = 32
+    test_every: int = 1
+    """Epochs between two tests; what the last one leaves is always tested."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError where a value lies outside what it is defined for."""
-        for name in ("r", "epochs", "batch_size", "log_every", "test_batch_size"):
+        for name in ("r", "epochs", "batch_size", "log_every", "test_batch_size", "test_every"):
             require(self, name, getattr(self, name) >= 1, "at least 1")
         for name in ("limit", "micro_batch"):
             require(self, name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")

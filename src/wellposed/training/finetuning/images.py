@@ -4,7 +4,7 @@ Shapes: B images of C channels, H by W pixels.
 """
 
 import inspect
-import shutil
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from wellposed.data import Dataset, ImageSet, open_loader
 from wellposed.errors import InvalidArgumentError
 from wellposed.evaluation.language.metrics import confusion, scores
 from wellposed.recipes import describe, write
+from wellposed.runs import write_json
 from wellposed.training.classification import augmenting, cross_entropy
 from wellposed.training.finetuning.cards import Card, model_card
 from wellposed.training.finetuning.heads import check_targets, give_head, linear_layers
@@ -121,9 +122,14 @@ class ImageTask(FinetuneTask):
             self.model.save_pretrained(str(folder))
 
     def _save_more(self, folder: Path) -> None:
-        settings = Path(self._config.model) / _PREPROCESSOR
-        if settings.is_file():
-            shutil.copyfile(settings, folder / _PREPROCESSOR)
+        """How transformers is to prepare images, where the model's folder says it, for the size that was trained on."""
+        path = Path(self._config.model) / _PREPROCESSOR
+        if path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            if self._options:  # another size than the model was made for
+                size = {"height": self._opened.image_size, "width": self._opened.image_size}
+                settings |= {name: size for name in ("size", "crop_size") if name in settings}
+            write_json(folder / _PREPROCESSOR, settings)
 
     def _card(self, facts: dict[str, Any]) -> str:
         count, size = len(self._data.classes), self._opened.image_size

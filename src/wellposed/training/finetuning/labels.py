@@ -10,7 +10,7 @@ from wellposed.data.language import Labelled
 from wellposed.data.language.batches import RowLoader, TokenRows, row_of_texts
 from wellposed.evaluation.language.metrics import confusion, scores
 from wellposed.runs import tracked
-from wellposed.training.finetuning.language_task import LanguageTask
+from wellposed.training.finetuning.language_task import AT_ONCE, SPLITTING, LanguageTask
 
 
 class TextClasses(nn.Module):
@@ -34,9 +34,9 @@ class LabelTask(LanguageTask):
     def _encoded(self, records: Any) -> TokenRows:
         examples = [record for record in records if isinstance(record, Labelled)]
         pairs = "token_type_ids" in self.tokenizer.model_input_names
-        rows = [
-            row_of_texts(self.encoder.texts(example), pairs) for example in tracked(examples, "splitting into tokens")
-        ]
+        parts = [examples[start : start + AT_ONCE] for start in range(0, len(examples), AT_ONCE)]
+        split = (texts for part in tracked(parts, SPLITTING) for texts in self.encoder.texts(part))
+        rows = [row_of_texts(texts, pairs) for texts in split]
         labels = [torch.tensor(self._data.classes.index(example.label)) for example in examples]
         return TokenRows(self._data.name, rows, labels, self._padding)
 
@@ -58,7 +58,7 @@ class LabelTask(LanguageTask):
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
     def _counted(self, targets: Tensor) -> Tensor:
-        return torch.tensor(len(targets), device=targets.device)
+        return torch.full((), len(targets), device=targets.device)
 
     @torch.no_grad()
     def _test(self, name: str) -> dict[str, float]:

@@ -19,6 +19,9 @@ from wellposed.training.finetuning.methods import made_trainable
 from wellposed.training.finetuning.models import open_language_model
 from wellposed.training.finetuning.task import FinetuneTask
 
+SPLITTING, AT_ONCE = "splitting into tokens", 1000
+"""What a bar says meanwhile, and examples of a step of it."""
+
 
 class LanguageTask(FinetuneTask):
     """A model of transformers' that learns from rows of tokens."""

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.families import readable_name
 from wellposed.lowrank.targets import none_of
+from wellposed.spectrum.extremes import gram_matrices, largest_eigenvalue
 from wellposed.training.finetuning.config import FinetuneConfig
 
 
@@ -72,6 +73,16 @@ def made_trainable(model: Any, config: FinetuneConfig, more: Mapping[str, Any]) 
     return adapted
 
 
+def rounding_layers(model: nn.Module) -> list[Any]:
+    """The adapted layers whose input PEFT brings to float32 for nothing where autocast makes bfloat16 of it again.
+
+    DoRA's are none of them: their norms are then taken in float32.
+    """
+    from peft.tuners.lora import Linear
+
+    return [layer for layer in model.modules() if type(layer) is Linear and not layer.lora_variant]
+
+
 @torch.no_grad()
 def layer_numbers(model: Any) -> dict[str, float]:
     """What an adapter has learned in each layer, under "layer/stable_rank" and "layer/argument_std".
@@ -83,19 +94,28 @@ def layer_numbers(model: Any) -> dict[str, float]:
 
     from wellposed.adapters.layers import SineLayer
     from wellposed.adapters.report import product_std
-    from wellposed.adapters.subspace import dominant
 
-    found = {}
+    found, ranks = dict[str, float](), dict[str, Tensor]()
     for full_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or "default" not in layer.r:
             continue
         name = readable_name(full_name).removeprefix("base_model.model.")
-        delta = layer.get_delta_weight("default").float().flatten(1)
-        largest = float(dominant(delta, 1)[1])
-        found[f"{name}/stable_rank"] = float((delta / largest).square().sum()) if largest > 0 else 0.0
+        ranks[f"{name}/stable_rank"] = _stable_rank(layer.get_delta_weight("default").float().flatten(1))
         if isinstance(layer, SineLayer):
             found[f"{name}/argument_std"] = layer.omega["default"] * product_std(*layer.factors("default"))
-    return found
+    return found | dict(zip(ranks, torch.stack([*ranks.values()]).tolist() if ranks else (), strict=True))
+
+
+def _stable_rank(matrix: Tensor) -> Tensor:
+    """0 of a matrix of zeros; not read from the device. A GPU multiplies fast, and is slow to factor a small matrix."""
+    from wellposed.adapters.subspace import dominant
+
+    if matrix.device.type == "cpu":
+        largest = dominant(matrix, 1)[1][0]
+        return (matrix / largest.where(largest > 0, 1.0)).square().sum()
+    gram = gram_matrices(matrix)
+    largest = largest_eigenvalue(gram)
+    return gram.trace() / largest.where(largest > 0, 1.0)
 
 
 def update_numbers(model: Any) -> dict[str, float]:

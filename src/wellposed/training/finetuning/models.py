@@ -1,5 +1,6 @@
 """A language model and its tokenizer from disk; nothing in a file is executed, and nothing fetched unless asked."""
 
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,19 @@ def open_language_model(config: LanguageConfig, classes: Sequence[str], dtype: t
     padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = padding
     return Opened(model, tokenizer, _context(model, tokenizer), padding, new)
+
+
+def unpack(config: LanguageConfig, folder: Path) -> None:
+    """Write the model and the tokenizer in the .gguf file that `config` names into `folder`, as transformers does.
+
+    It takes a minute to read such a file, and a second to read the folder.
+    """
+    opened = open_language_model(config, (), torch.float32)
+    written = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(written, ignore_errors=True)
+    opened.model.save_pretrained(str(written))
+    opened.tokenizer.save_pretrained(str(written))
+    written.replace(folder)
 
 
 def new_modules(model: Any, missing: Collection[str], source: str, *, with_head: bool = False) -> list[str]:

@@ -2,7 +2,8 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.runs import provenance
 from wellposed.training.accelerators import use_bf16
 from wellposed.training.finetuning.config import FinetuneConfig
-from wellposed.training.finetuning.methods import update_numbers
+from wellposed.training.finetuning.methods import rounding_layers, update_numbers
 from wellposed.training.guards import is_repeatable
 
 _WEIGHTS = "trained.safetensors"
@@ -36,6 +37,7 @@ class FinetuneTask(ABC):
         self._settings, self._accelerator = config, accelerator
         self.bf16 = use_bf16(config.precision, accelerator.device)
         self.base_dtype = torch.bfloat16 if self.bf16 and config.method != "full" else torch.float32
+        self._rounding: list[Any] = []
         self._taken = 0
         self._results: dict[str, float] = {}
 
@@ -45,6 +47,8 @@ class FinetuneTask(ABC):
         with self._autocast():
             self.is_repeatable = is_repeatable(net, example.to(self._accelerator.device))
         self._training()
+        self._rounding = rounding_layers(self.model) if self.bf16 else []
+        self._learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._forward = self._accelerator.prepare_model(net)
         self._optimizer = make_optimizer(
             "adamw", self.model, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas
@@ -85,21 +89,33 @@ class FinetuneTask(ABC):
         size = self._settings.micro_batch or len(images)
         sums = torch.zeros((), device=images.device)
         for inputs, wanted in zip(images.split(size), targets.split(size), strict=True):
-            with self._autocast():
-                logits = self._forward(inputs)
-            loss = self._losses(logits, wanted) / total
+            loss = self._loss(inputs, wanted) / total
             self._accelerator.backward(loss)
             sums += loss.detach()
         reported = {"loss": sums}
         if self._settings.clip:
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            reported["grad_norm"] = nn.utils.clip_grad_norm_(trained, self._settings.clip, foreach=True)
+            reported["grad_norm"] = nn.utils.clip_grad_norm_(self._learning, self._settings.clip, foreach=True)
         self._optimizer.step()
         self._taken = step + 1
         return reported
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of -log p of the targets, from which the gradient is taken."""
+        with self._autocast():
+            logits = self._forward(inputs)
+        return self._losses(logits, targets)
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """bf16, if it is asked for; PEFT then leaves inputs as they are, which autocast would only round again."""
+        for layer in self._rounding:
+            layer.cast_input_dtype_enabled = False
+        try:
+            with torch.autocast(self._accelerator.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+                yield
+        finally:
+            for layer in self._rounding:
+                layer.cast_input_dtype_enabled = True
 
     def _training(self) -> None:
         """Train mode, but for statistics of batches that an adapter does not keep."""
@@ -123,7 +139,10 @@ class FinetuneTask(ABC):
         return self._taken == self._steps
 
     def evaluate(self) -> dict[str, float]:
-        """The scores on what there is to test on."""
+        """The scores on what there is to test on; none after an epoch that is not to be tested."""
+        epoch = self._taken // len(self.loader)
+        if epoch % self._settings.test_every and not self.is_last:
+            return {}
         self.model.eval()
         self._results = self._tested()
         self._training()

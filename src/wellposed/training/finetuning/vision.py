@@ -61,11 +61,7 @@ def finetune_vision(config: VisionConfig, *, quiet: bool = False, given: Collect
         config = config.resumed_from(VisionConfig.of_run(config.out), given)
     config.check()
     opened = open_vision_model(config)
-    size = None if config.sets in _SIZED else opened.image_size
-    train, test = (
-        with_channels(some_of(open_data(config.data, split, size), config.limit), opened.channels)
-        for split in ("train", "test")
-    )
+    train, test = suited_sets(config, opened)
     config = config.resolved().suited_to(train.name)
     with flushed_denormals():
         task, loop, display = carry_out(
@@ -79,6 +75,16 @@ def finetune_vision(config: VisionConfig, *, quiet: bool = False, given: Collect
     told = f"accuracy {right:.2f} %, {of_classes:.2f} % as the mean of the classes"
     display.say(f"{told}; after {loop.seconds:.0f} s, in {saved}")
     return VisionResult(loop.results, loop.seconds, config.folder, saved, task.model.eval())
+
+
+def suited_sets(config: VisionConfig, opened: OpenedVision) -> tuple[Dataset, Dataset]:
+    """What `config` trains and tests on, as the model takes it."""
+    size = None if config.sets in _SIZED else opened.image_size
+    train, test = (
+        with_channels(some_of(open_data(config.data, split, size), config.limit), opened.channels)
+        for split in ("train", "test")
+    )
+    return train, test
 
 
 @dataclass(frozen=True)

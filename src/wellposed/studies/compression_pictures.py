@@ -1,0 +1,110 @@
+"""The words and the pictures of a study of compressed adapters."""
+
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from wellposed.reporting import Curves, Line, Section
+from wellposed.studies.adapter_pictures import LOOKS
+from wellposed.studies.adapter_result import NAMES
+from wellposed.studies.compression_config import HALF, SPLIT
+from wellposed.studies.compression_result import COLUMNS, SCHEMES, Point
+
+if TYPE_CHECKING:
+    from wellposed.studies.compression_result import CompressionResult
+
+_BYTES = "bytes of the adapter"
+
+
+def over_bytes(result: "CompressionResult") -> list[Curves]:
+    """The score against the bytes, a point per rank: a panel per number of bits, and one of float16."""
+    panels = []
+    for bits in (*result.config.bits, 16):
+        scheme = HALF if bits == 16 else None
+        lines = [_line(NAMES[method], result.curve(method, scheme, bits), method) for method in result.methods]
+        if bits == 2 and (split := result.curve("lora", SPLIT)):
+            lines.append(_line("LoRA, SVD split, 2 and 1 bits", split, "lora", "--"))
+        title = "float16" if bits == 16 else f"{bits} bit{'s' * (bits > 1)} a number"
+        panels.append(Curves(f"{title}: score", lines, _BYTES, "", log_x=True))
+    return panels
+
+
+def over_bits(result: "CompressionResult") -> list[Curves]:
+    """The score against the bits, a panel per rank: every method and scheme."""
+    panels = []
+    for rank in sorted({point.rank for point in result.points}):
+        lines = []
+        for method in result.methods:
+            for scheme, style in zip(result.config.schemes, ("-", ":", "--"), strict=False):
+                own = sorted(
+                    (point for point in result.curve(method, scheme) if point.rank == rank),
+                    key=lambda point: point.copy.bits,
+                )
+                name = f"{NAMES[method]}, {SCHEMES[scheme]}"
+                x, y = [point.copy.bits for point in own], [mean(point.scores) for point in own]
+                lines.append(Line(name, x, y, LOOKS[method][0], style))
+        panels.append(Curves(f"rank {rank}: score", lines, "bits a number", ""))
+    return panels
+
+
+def lead(result: "CompressionResult") -> str:
+    """The first paragraph of the page: what is lost, who needs fewer bytes, and which codebooks."""
+    seeds = {each.cell.seed for each in result.outcomes}
+    told = [f"Adapters of {result.config.adapters.name}, {len(seeds)} seed{'s' * (len(seeds) > 1)}."]
+    few = min(result.config.bits, key=lambda bits: abs(bits - 2))
+    lost = {method: _lost(result, method, few) for method in result.methods}
+    told.append(
+        f"From float16 to {few} bits, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes by "
+        f"{', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
+    )
+    for name, *cells in result.rates():
+        known = dict(zip(result.rate_columns()[1:], cells, strict=True))
+        shown = [f"{cell} at {bits}" for bits, cell in known.items() if cell and bits.split()[0] == str(few)]
+        if known["all"]:
+            shown.append(f"{known['all']} of all points")
+        told.append(f"{name}, bytes at equal score: {', '.join(shown) or 'no range of scores in common'}.")
+    dropped = {name: count for name, count in result.left_out().items() if count}
+    if dropped:
+        counts = ", ".join(f"{count} of {name}" for name, count in dropped.items())
+        told.append(f"Of all points, those that another of their method dominates are left out: {counts}.")
+    return " ".join(told)
+
+
+def sections(result: "CompressionResult") -> list[Section]:
+    """What the page shows."""
+    return [
+        Section(
+            "Bytes at equal score",
+            "Bjontegaard's delta rate: the mean change in bytes at equal score, less is better; at each number of bits "
+            "the curve goes over the ranks, and that of all points over bits and ranks. Nothing stands where the two "
+            "curves have no range of scores in common, or one of them is a single point once those are left out that "
+            "another dominates.",
+            columns=result.rate_columns(),
+            rows=result.rates(),
+        ),
+        Section(
+            "Scores over bytes",
+            "Each point is a rank; bars go from the least to the largest of the seeds. Bytes are those of codes, "
+            "codebooks and DoRA's magnitudes, without heads that were trained beside the adapter and without headers.",
+            [curves.svg() for curves in over_bytes(result)],
+        ),
+        Section("Scores over bits", "Means over seeds.", [curves.svg() for curves in over_bits(result)], across=2),
+        Section(
+            "All numbers",
+            "Scores as in the study of the adapters, the mean over its sets and over seeds and, in brackets, from the "
+            "least to the largest seed. The error of dW is relative, the mean over layers.",
+            columns=COLUMNS,
+            rows=result.rows(),
+        ),
+    ]
+
+
+def _line(name: str, points: list[Point], method: str, style: str | None = None) -> Line:
+    places = [point.place for point in points]
+    ends = [[pick(point.scores) for point in points] for pick in (min, max)]
+    x, y = [nbytes for nbytes, _ in places], [score for _, score in places]
+    return Line(name, x, y, LOOKS[method][0], style or LOOKS[method][1], low=ends[0], high=ends[1])
+
+
+def _lost(result: "CompressionResult", method: str, bits: int) -> float:
+    few, half = (result.curve(method, *which) for which in ((None, bits), (HALF, 16)))
+    return mean(mean(point.scores) for point in few) - mean(mean(point.scores) for point in half)
