@@ -3,7 +3,6 @@
 As in test_sine_kernels, `test_in_the_interpreter` runs this file once more in a process with the interpreter.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import wellposed as wp
+from interpreter import assert_passes_in_the_interpreter, compiled, interpreted
 from small_adapters import llama, logits
 from small_packed import saved
 from wellposed.compression import AdapterShelf, MergedShelf, PackedTensor, packed_weight, quantize, weights
@@ -24,21 +24,12 @@ from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INSIDE, reason="runs in the process that test_in_the_interpreter starts")
-compiled = pytest.mark.skipif(INSIDE, reason="the interpreter is on")
 HALVES = [torch.bfloat16, torch.float16]
 
 
 @compiled
 def test_in_the_interpreter() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-    inside = subprocess.run(
-        command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert inside.returncode == 0, inside.stdout[-5000:] + inside.stderr[-2000:]
-    assert "passed" in inside.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 def packed(tensor: Tensor, bits: int, *, by_column: bool, per_row: bool) -> PackedTensor:

@@ -5,7 +5,6 @@ process of its own, where the tests marked `interpreted` are not skipped.
 """
 
 import logging
-import os
 import subprocess
 import sys
 
@@ -16,26 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from interpreter import assert_passes_in_the_interpreter, compiled, interpreted
 from wellposed.lowrank import passes
 from wellposed.lowrank.functional import sine_linear
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INSIDE, reason="runs in the process that test_in_the_interpreter starts")
-compiled = pytest.mark.skipif(INSIDE, reason="the interpreter is on")
 HALVES = [torch.bfloat16, torch.float16]
 
 
 @compiled
 def test_in_the_interpreter() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-    inside = subprocess.run(
-        command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert inside.returncode == 0, inside.stdout[-5000:] + inside.stderr[-2000:]
-    assert "passed" in inside.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 def factors(rows: int, cols: int, r: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wellposed.compression.packed import PackedTensor
-from wellposed.lowrank.kernels import _CUT_BITS, _HIGH, _WIDE, _chunk, _cut, _on, _wave
+from wellposed.lowrank.kernels import _CUT_BITS, _HIGH, _WIDE, _cdiv, _chunk, _on, _put, _wave
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _BLOCK = 1024
@@ -51,14 +51,14 @@ def packed_weight(
     base = out if weight0 is None else weight0
     b_places = (1, rows) if b.by_column else (r, 1)
     with _on(out):
-        _packed_weight_kernel[(triton.cdiv(rows, _HIGH), triton.cdiv(cols, _WIDE))](
+        _packed_weight_kernel[(_cdiv(rows, _HIGH), _cdiv(cols, _WIDE))](
             base, a.codes, a.codebooks, b.codes, b.codebooks, out,
             rows, cols, r, *base.stride(), *b_places, len(a.codes), len(b.codes), _book_step(a), _book_step(b),
             2.0**a.exponent, 2.0**b.exponent, 0.0 if omega is None else omega / pi, scale,
             ADD=weight0 is not None, SINE=omega is not None,
             CUT_BITS=0 if weight0 is None else _CUT_BITS.get(out.dtype, 0),
             A_BITS=a.bits, B_BITS=b.bits, A_TYPE=_TYPES[a.dtype], B_TYPE=_TYPES[b.dtype],
-            R=chunk, CHUNKS=triton.cdiv(r, chunk), HIGH=_HIGH, WIDE=_WIDE,
+            R=chunk, CHUNKS=_cdiv(r, chunk), HIGH=_HIGH, WIDE=_WIDE,
             num_warps=8, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out
@@ -68,7 +68,7 @@ def unpacked(codes: Tensor, codebooks: Tensor, exponents: Tensor, bits: int, eac
     """The values, (codebooks, each), of codes that follow one another, `each` of them to a codebook * 2^exponent."""
     values = torch.empty(len(codebooks), each, dtype=dtype, device=codes.device)
     with _on(codes):
-        _unpack_kernel[(triton.cdiv(values.numel(), _BLOCK),)](
+        _unpack_kernel[(_cdiv(values.numel(), _BLOCK),)](
             codes, codebooks, exponents, values, values.numel(), each, len(codes),
             BITS=bits, TYPE=_TYPES[dtype], BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
@@ -102,7 +102,6 @@ def _packed_weight_kernel(
     """One block of the weight; `half_turns` is omega / pi, and a `gain` a codebook's power of two."""
     o = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    here = (o < rows)[:, None] & (i < cols)[None, :]
     z = tl.zeros((HIGH, WIDE), tl.float32)
     for part in range(CHUNKS):
         k = part * R + tl.arange(0, R)
@@ -114,14 +113,7 @@ def _packed_weight_kernel(
     update = scale * z
     if SINE:
         update = scale * _wave(z * half_turns, False)
-    value = update
-    if ADD:
-        place = o.to(tl.int64)[:, None] * base_row + i.to(tl.int64)[None, :] * base_col
-        weight0 = tl.load(base + place, here, other=0.0)
-        value = update + weight0.to(out.dtype.element_ty).to(tl.float32)
-    if CUT_BITS > 0:
-        value = _cut(value, update, o, i, CUT_BITS)
-    tl.store(out + o.to(tl.int64)[:, None] * cols + i[None, :], value.to(out.dtype.element_ty), here)
+    _put(out, base, update, o, i, rows, cols, base_row, base_col, ADD, CUT_BITS)
 
 
 @triton.jit

@@ -151,21 +151,13 @@ def _weight_kernel(
     """One block of W0 + scale sin(omega B A); `half_turns` is omega / pi."""
     o = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    here = (o < rows)[:, None] & (i < cols)[None, :]
     z = tl.zeros((HIGH, WIDE), tl.float32)
     for part in range(CHUNKS):
         k = part * R + tl.arange(0, R)
         b_part = _tile(b, o, k, b_row, b_rank, rows, r)
         z = tl.dot(b_part, _tile(a, k, i, a_rank, a_col, r, cols), z, input_precision=PRECISION)
     update = scale * _wave(z * half_turns, False)
-    value = update
-    if ADD:
-        place = o.to(tl.int64)[:, None] * base_row + i.to(tl.int64)[None, :] * base_col
-        weight0 = tl.load(base + place, here, other=0.0)
-        value = update + weight0.to(out.dtype.element_ty).to(tl.float32)
-    if CUT_BITS > 0:
-        value = _cut(value, update, o, i, CUT_BITS)
-    tl.store(out + o.to(tl.int64)[:, None] * cols + i[None, :], value.to(out.dtype.element_ty), here)
+    _put(out, base, update, o, i, rows, cols, base_row, base_col, ADD, CUT_BITS)
 
 
 @triton.jit
@@ -206,6 +198,20 @@ def _gradient_kernel(
             tl.store(start + col[:, None] * r + own[None, :], sums, (col < cols)[:, None] & (own < r)[None, :])
     start = lefts + split.to(tl.int64) * rows * r
     tl.store(start + row[:, None] * r + own[None, :], gain * total, (row < rows)[:, None] & (own < r)[None, :])
+
+
+@triton.jit
+def _put(out, base, update, o, i, rows, cols, base_row, base_col, ADD: tl.constexpr, CUT_BITS: tl.constexpr):
+    """Write the update, if ADD with W0 from `base` added, to rows `o` and columns `i` of `out`."""
+    here = (o < rows)[:, None] & (i < cols)[None, :]
+    value = update
+    if ADD:
+        place = o.to(tl.int64)[:, None] * base_row + i.to(tl.int64)[None, :] * base_col
+        weight0 = tl.load(base + place, here, other=0.0)
+        value = update + weight0.to(out.dtype.element_ty).to(tl.float32)
+    if CUT_BITS > 0:
+        value = _cut(value, update, o, i, CUT_BITS)
+    tl.store(out + o.to(tl.int64)[:, None] * cols + i[None, :], value.to(out.dtype.element_ty), here)
 
 
 @triton.jit
