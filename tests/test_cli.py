@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,15 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench" in capsys.readouterr().out
     output = subprocess.run([sys.executable, "-m", "wellposed", "--help"], capture_output=True, text=True, check=True)
     assert "well conditioned" in output.stdout
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "wellposed", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_bench_condition_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

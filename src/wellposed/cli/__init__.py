@@ -1,5 +1,6 @@
 """The command line: `wellposed COMMAND ...`, one file per command, no logic in any of them."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,7 +29,7 @@ def _app(argv: Sequence[str]) -> SubcommandApp:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run one command and return its status: 0, 2 for what the user can mend, 130 for Ctrl-C, 141 for a closed pipe."""
     argv = sys.argv[1:] if argv is None else argv
     if list(argv) == ["--version"]:
         import wellposed
@@ -42,4 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     return 0
