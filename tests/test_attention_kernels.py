@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wellposed.attention import ops
 from wellposed.attention.eager import eager_attention
+from wellposed.attention.kernels_tiles import candidates
 from wellposed.attention.ops import elementwise_attention
 from wellposed.errors import UnsuitableModelError
 
@@ -386,3 +387,14 @@ def test_fsdp_and_autocast(process_group: None) -> None:
     assert torch.equal(o, right)
     for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_a_causal_mask_only_changes_which_tiles_come_first(kernel: Any, width: int) -> None:
+    plain, causal = (candidates(kernel, width, single=False, causal=causal) for causal in (False, True))
+    assert set(plain) == set(causal)
+    assert len(set(plain)) == len(plain)
+    assert plain[-1] == causal[-1] == candidates(kernel, width, single=True, causal=False)[-1], "the smallest is last"
+    changed = {("forward", 64), ("queries", 64), ("keys", 128)}
+    assert (plain[0] != causal[0]) == ((kernel, width) in changed)

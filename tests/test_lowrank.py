@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_formula() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(64, 256), st.integers(64, 256), st.integers(1, 16))
+@given(st.integers(16, 256), st.integers(16, 256), st.integers(1, 16))
 def test_auto_brings_the_argument_to_two(in_features: int, out_features: int, rank: int) -> None:
     """std(U V^T) = 1 / (3 sqrt(in)) whatever the rank, so that omega = 6 sqrt(in) makes it 2."""
     torch.manual_seed(0)
@@ -79,7 +79,9 @@ def test_auto_brings_the_argument_to_two(in_features: int, out_features: int, ra
     # The entries of U are uniform in +-1/sqrt(k), those of V^T in +-1/sqrt(in).
     u, vt = layer.U.detach(), layer.Vt.detach()
     bounds = float(u.abs().max()) * sqrt(rank), float(vt.abs().max()) * sqrt(in_features)
-    assert all(0.8 < bound <= 1 + 1e-6 for bound in bounds)
+    assert all(bound <= 1 + 1e-6 for bound in bounds)
+    if min(in_features, out_features) >= 64:  # of so many entries one is near the bound, but for one draw in a million
+        assert min(bounds) > 0.8
     if rank >= 4 and min(in_features, out_features) >= 64:
         assert 1.5 < float((layer.omega * u @ vt).std()) < 2.5
 

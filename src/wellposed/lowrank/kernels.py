@@ -137,7 +137,7 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _cdiv(a: int, b: int) -> int:
-    """The quotient a / b, rounded up; Triton's own takes the host ten times as long."""
+    """The quotient a / b, rounded up; Triton's own is made for kernels and slow on the host."""
     return -(-a // b)
 
 

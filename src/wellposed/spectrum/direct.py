@@ -1,8 +1,7 @@
 """Operations of ours in torch's registry, called without going through it where nobody needs to know them.
 
-torch.compile, autocast and FSDP see an operation of torch.library as one, with its shapes. Its dispatch in Python takes
-the host longer than asking for a kernel does: on plain tensors outside of torch.compile the functions behind it are
-called as they are.
+torch.compile, autocast and FSDP see an operation of torch.library as one, with its shapes. Its dispatch in Python costs
+the host time at every call: on plain tensors outside of torch.compile the functions behind it are called as they are.
 """
 
 from collections.abc import Callable

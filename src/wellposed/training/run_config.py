@@ -126,7 +126,7 @@ class RunConfig(Settings):
     max_precond_dim: int = 10000
     """SOAP: dimensions larger than this are not rotated."""
     soap_tf32: bool = True
-    """SOAP: rotate in TF32 on a GPU, in half the time; loss curves with and without it do not differ."""
+    """SOAP: rotate in TF32 on a GPU, in half the time on ViT-S; on CIFAR-10 the losses differed by at most 1 %."""
     soap_spread: bool = False
     """SOAP: refresh a part of the bases at each step."""
     warmup_epochs: float = 1.0
