@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from wellposed.bench.table import Table
-from wellposed.bench.timing import seconds
+from wellposed.bench.timing import queued_seconds, seconds
 from wellposed.bench.train import _matmul_flops
 from wellposed.errors import InvalidArgumentError
 
@@ -63,7 +63,8 @@ class AttentionBench:
         ]
         facts = {**provenance(device, seed=self.seed), "matmul": f"{peak / 1e12:.3g} TFLOP/s"}
         of_pass = ("ms", "x torch", "TFLOP/s", "of matmul")
-        both = (*(f"forward, {what}" for what in of_pass), *(f"forward + backward, {what}" for what in of_pass))
+        of_both = (*of_pass, "ms to ask for it")
+        both = (*(f"forward, {what}" for what in of_pass), *(f"forward + backward, {what}" for what in of_both))
         return Table(
             title=f"Attention in {_dtype(device)}".replace("torch.", ""),
             columns=(
@@ -94,24 +95,26 @@ class AttentionBench:
                 *(", ".join(map(str, shape)), "yes" if causal else "no", name),
                 *_cells(each[0], best[0], flops, peak),
                 *_cells(each[1], best[1], 3.5 * flops, peak),
+                f"{1e3 * each[2]:.3f}",
             )
             for name, each in times.items()
         ]
 
     def _times(
         self, how: Callable[..., "Tensor"], tensors: tuple["Tensor", ...], device: "torch.device"
-    ) -> tuple[float, float]:
-        """Seconds of the forward pass, and of both."""
+    ) -> tuple[float, float, float]:
+        """Seconds of the forward pass, of both, and of the host to ask for both."""
         import torch
 
         *inputs, do = tensors
-        forward = self._seconds(lambda: how(*(x.detach() for x in inputs)), device)
-        return forward, self._seconds(lambda: torch.autograd.grad(how(*inputs), inputs, do), device)
+        forward, _ = self._seconds(lambda: how(*(x.detach() for x in inputs)), device)
+        return forward, *self._seconds(lambda: torch.autograd.grad(how(*inputs), inputs, do), device)
 
-    def _seconds(self, work: Callable[[], Any], device: "torch.device") -> float:
+    def _seconds(self, work: Callable[[], Any], device: "torch.device") -> tuple[float, float]:
         if device.type == "cuda":
-            return median(_device_seconds(work, repeats=self.repeats))
-        return median(seconds(work, device, repeats=self.repeats, warm_up=3))
+            return queued_seconds(work, repeats=self.repeats)
+        taken = median(seconds(work, device, repeats=self.repeats, warm_up=3))
+        return taken, taken
 
     def _tiles(self, shape: Shape, causal: bool, device: "torch.device", peak: float) -> list[tuple[str, ...]]:
         import torch
@@ -137,7 +140,7 @@ class AttentionBench:
             for tiles in candidates(kernel, width, single=False, causal=causal):
                 try:
                     with kernels.with_tiles(kernel, tiles):
-                        times[tiles] = self._seconds(work, device)
+                        times[tiles], _ = self._seconds(work, device)
                 except OutOfResources:
                     continue
             flops = products * _forward_flops(shape, causal)
@@ -204,26 +207,3 @@ def _forward_flops(shape: Shape, causal: bool) -> float:
 def _cells(taken: float, best: float, flops: float, peak: float) -> tuple[str, ...]:
     rate = flops / taken
     return f"{1e3 * taken:.3f}", f"{best / taken:.2f}", f"{rate / 1e12:.3g}", f"{rate / peak:.0%}"
-
-
-def _device_seconds(work: Callable[[], Any], *, repeats: int, warm_up: int = 3, calls: int = 5) -> list[float]:
-    """Times of `work` on the GPU by its own clock, without the time that Python takes to ask for it.
-
-    A few large products are queued before each window, so that all of its calls have been asked for by the time they
-    are over.
-    """
-    import torch
-
-    filler = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    times = []
-    for _ in range(warm_up + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(3):
-            filler @ filler
-        start.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return times[warm_up:]
