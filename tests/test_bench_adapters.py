@@ -25,7 +25,9 @@ def test_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for row in rows:
         assert all(float(cell) > 0 for cell in row[3:-1])
-        lora, *ours = (float(row[header.index(name)]) for name in ("PEFT LoRA", "sine_linear", "SineLoraConfig in PEFT"))
+        lora, *ours = (
+            float(row[header.index(name)]) for name in ("PEFT LoRA", "sine_linear", "SineLoraConfig in PEFT")
+        )
         assert [float(cell) for cell in row[-3:-1]] == pytest.approx([each / lora for each in ours], rel=0.05, abs=0.01)
         assert row[-1] == ""  # nobody counts memory on a CPU
 
