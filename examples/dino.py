@@ -1,10 +1,10 @@
-r"""DINO with skips and without, under AdamW and SOAP, and what each model's features know: results/dino.md.
+r"""DINO with skips and without, under AdamW and SOAP, with graying: what each model's features know (results/dino.md).
 
     python examples/dino.py --data cifar10:PATH --dense pet:PATH shapes --out runs/dino-cifar10
     python examples/dino.py --config pets-vit-tiny --adamw-lr 1e-3 --soap-lr 2e-3 --data pet:PATH \
         --dense pet:PATH shapes --out runs/dino-pets
 
-It does what these commands do, for each of the four models, and puts their numbers side by side in OUT/dino.md:
+It does what these commands do, for each of the models, and puts their numbers side by side in OUT/dino.md:
 
     wellposed pretrain --config CONFIG --data DATA --no-skips --init conditioned --optimizer soap --keep-every N
     wellposed evaluate knn --model RUN --data DATA --layers
@@ -42,6 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "skipless-adamw": {"skips": False, "init": "conditioned", "optimizer": "adamw"},
     "skip-soap": {"skips": True, "init": "default", "optimizer": "soap"},
     "skipless-soap": {"skips": False, "init": "conditioned", "optimizer": "soap"},
+    "gray-svd-adamw": {"skips": True, "init": "default", "optimizer": "adamw", "gray": "svd"},
+    "gray-dct-adamw": {"skips": True, "init": "default", "optimizer": "adamw", "gray": "dct"},
 }
 Values = Mapping[str, float]
 
@@ -56,8 +58,8 @@ class Evidence:
     """Sets with masks and boxes for the dense probe and for discovery: pet:PATH, shapes."""
     config: str = "cifar10-vit-tiny"
     """A preset of `wellposed pretrain`, or a file."""
-    models: tuple[str, ...] = tuple(MODELS)
-    """Which of the models."""
+    models: tuple[str, ...] = tuple(MODELS)[:4]
+    """Which of the models; gray-svd-adamw and gray-dct-adamw have skips and grayed patches."""
     adamw_lr: float = 5e-4
     """For 256 images."""
     soap_lr: float = 1e-3
