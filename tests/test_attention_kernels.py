@@ -316,11 +316,11 @@ def test_one_line_says_that_triton_is_missing(
 @pytest.mark.skipif(ops.INTERPRETED, reason="the interpreter multiplies in float32")
 @pytest.mark.parametrize(("wanted", "product"), [("tf32", "tf32"), ("ieee", "tf32x3")])
 def test_products_of_float32_are_as_exact_as_torchs(wanted: str, product: str) -> None:
-    kernels = pytest.importorskip("wellposed.attention.kernels", reason="Triton is not installed")
+    module = pytest.importorskip("wellposed.attention.kernels_settings", reason="Triton is not installed")
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = wanted
-        assert kernels._precision() == product
+        assert module._precision() == product
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -393,6 +393,9 @@ def test_fsdp_and_autocast(process_group: None) -> None:
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_a_causal_mask_only_changes_which_tiles_come_first(kernel: Any, width: int) -> None:
     plain, causal = (candidates(kernel, width, single=False, causal=causal) for causal in (False, True))
+    for masked, all_tiles in ((False, plain), (True, causal)):
+        short = candidates(kernel, width, single=False, causal=masked, short=True)
+        assert (set(short), len(short), short[-1]) == (set(all_tiles), len(all_tiles), all_tiles[-1])
     assert set(plain) == set(causal)
     assert len(set(plain)) == len(plain)
     assert plain[-1] == causal[-1] == candidates(kernel, width, single=True, causal=False)[-1], "the smallest is last"

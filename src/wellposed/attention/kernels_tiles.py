@@ -24,10 +24,14 @@ class Tiles:
     """Tiles on their way from memory at a time."""
     registers: int | None = None
     """The most that a thread may have, where fewer let another program run beside this one."""
+    one_loop: bool = False
+    """Under a causal mask: compare in every tile, not only in those that the diagonal crosses, which are a second loop
+    otherwise."""
 
     def __str__(self) -> str:
         capped = "" if self.registers is None else f", {self.registers} registers"
-        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}"
+        one_loop = ", one loop" if self.one_loop else ""
+        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}{one_loop}"
 
 
 INTERPRETED = Tiles(32, 16, 4, 1)
@@ -69,6 +73,16 @@ _CAUSAL: dict[tuple[Kernel, int], Tiles] = {
     ("keys", 128): Tiles(64, 64, 4, 2),
 }
 """The first among them under a causal mask, where small tiles waste less on the diagonal."""
+SHORT = 256
+"""Up to so many tokens a sequence is short."""
+_SHORT: dict[tuple[Kernel, int, bool], Tiles] = {
+    ("forward", 64, False): Tiles(128, 64, 4, 3),
+    ("forward", 64, True): Tiles(64, 64, 4, 2),
+    ("queries", 64, True): Tiles(64, 64, 4, 2),
+    ("keys", 64, False): Tiles(32, 128, 4, 3),
+    ("keys", 64, True): Tiles(32, 64, 4, 2),
+}
+"""The first among them for a short sequence, with a causal mask or without."""
 _SINGLE: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 32): Tiles(64, 64, 4, 2),
     ("forward", 64): Tiles(64, 32, 4, 2),
@@ -88,7 +102,7 @@ WIDTHS = (32, 64, 128)
 """Of heads, for which there are tiles; others are rounded up."""
 
 
-def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool) -> tuple[Tiles, ...]:
+def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, short: bool = False) -> tuple[Tiles, ...]:
     """What may be used for heads so wide, the best first; later ones need less of the device.
 
     Args:
@@ -96,9 +110,11 @@ def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool) -> tup
         width: one of WIDTHS.
         single: for float32; otherwise for bfloat16 and float16.
         causal: with a causal mask.
+        short: for at most SHORT queries and keys.
     """
     if single:
         return _SINGLE[kernel, width], _SMALLEST
     all_tiles = _HALF[kernel, width]
     best = _CAUSAL.get((kernel, width), all_tiles[0]) if causal else all_tiles[0]
+    best = _SHORT.get((kernel, width, causal), best) if short else best
     return (best, *(tiles for tiles in all_tiles if tiles != best), _SMALLEST)

@@ -100,8 +100,9 @@ def _forward(
     causal: bool,
 ) -> Tensor:
     from wellposed.attention import kernels
+    from wellposed.attention.kernels_settings import Problem
 
-    problem = kernels.Problem(phi, logit_scale, scale, head_scale, causal, counts)
+    problem = Problem(phi, logit_scale, scale, head_scale, causal, counts)
     o = _token_major(q)
     kernels.forward(o, kernels.aligned(q), kernels.aligned(k), kernels.aligned(v), problem)
     return o
@@ -142,8 +143,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and head_scale, each with no entries where it is not asked for."""
     from wellposed.attention import kernels
+    from wellposed.attention.kernels_settings import Problem
 
-    problem = kernels.Problem(phi, logit_scale, scale, head_scale, causal, counts)
+    problem = Problem(phi, logit_scale, scale, head_scale, causal, counts)
     do, q, k, v = kernels.aligned(do), kernels.aligned(q), kernels.aligned(k), kernels.aligned(v)
     dq, dk, dv, dscale = (q.new_empty(0) for _ in range(4))
     if for_q or for_scale:

@@ -121,10 +121,11 @@ class AttentionBench:
         from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped]
 
         from wellposed.attention import kernels
-        from wellposed.attention.kernels_tiles import WIDTHS, candidates
+        from wellposed.attention.kernels_settings import Problem
+        from wellposed.attention.kernels_tiles import SHORT, WIDTHS, candidates
 
         q, k, v, do = (x.detach() for x in _tensors(shape, device))
-        problem = kernels.Problem("power3", shape[-1] ** -0.5, None, None, causal, None)
+        problem = Problem("power3", shape[-1] ** -0.5, None, None, causal, None)
         works: dict[Any, tuple[float, Callable[[], Any]]] = {
             "forward": (1.0, lambda: kernels.forward(torch.empty_like(q), q, k, v, problem)),
             "queries": (1.5, lambda: kernels.backward_queries(torch.empty_like(q), do, q, k, v, problem)),
@@ -137,7 +138,8 @@ class AttentionBench:
         width = next(width for width in WIDTHS if width >= shape[-1])
         for kernel, (products, work) in works.items():
             times = {}
-            for tiles in candidates(kernel, width, single=False, causal=causal):
+            short = shape[2] <= SHORT
+            for tiles in candidates(kernel, width, single=False, causal=causal, short=short):
                 try:
                     with kernels.with_tiles(kernel, tiles):
                         times[tiles], _ = self._seconds(work, device)
