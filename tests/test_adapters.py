@@ -265,6 +265,18 @@ def test_several_adapters_with_their_own_settings(layer: str, kind: str, dtype: 
 
 
 @every_dtype
+def test_active_adapters_of_other_layers_change_nothing(dtype: torch.dtype) -> None:
+    """Also in the last bit: the layer's own one is still added to W0 before the product."""
+    model = adapted("linear", dtype=dtype)
+    expected = model(IDS)
+    model.add_adapter("other", config("conv1d"))
+    model.base_model.set_adapter(["default", "other"])
+    assert torch.equal(model(IDS), expected), "B is 0 in the other"
+    randomize(model, "other")
+    assert not torch.equal(model(IDS), expected)
+
+
+@every_dtype
 @every_layer
 def test_each_input_with_an_adapter_of_its_own(layer: str, dtype: torch.dtype) -> None:
     model = adapted(layer, dtype=dtype)

@@ -7,6 +7,7 @@ process of its own, where the tests marked `interpreted` are not skipped.
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import assert_passes_in_the_interpreter, compiled, interpreted
 from wellposed.lowrank import passes
@@ -317,6 +319,74 @@ def test_nobody_pays_for_triton_unasked() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+@compiled
+def test_triton_is_asked_once_for_each_kind_of_launch() -> None:
+    from wellposed.spectrum.launch import Launch
+
+    seen: list[tuple[object, ...]] = []
+
+    class Found:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            return lambda *given: seen.append(("kept", grid, given))
+
+    class Kernel:
+        def __init__(self, found: Found | None) -> None:
+            self.found = found
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Found | None]:
+            def run(*given: object, **named: object) -> Found | None:
+                seen.append(("Triton", grid, given, named))
+                return self.found
+
+            return run
+
+    x, beside = torch.ones(4), torch.zeros(9)[1:5]
+    assert x.data_ptr() % 16 == 0
+    assert beside.data_ptr() % 16 == 4
+    launch = Launch(Kernel(Found()), (3, 2, 1), (5, 7), {"ADD": True}, num_warps=8)
+    for first in (beside, x, x, beside, x):
+        launch((first, x), 0.5, 2.0)
+    asked = [("Triton", (3, 2, 1), (each, x, 0.5, 2.0, 5, 7), {"ADD": True, "num_warps": 8}) for each in (beside, x)]
+    kept = ("kept", (3, 2, 1), (x, x, 0.5, 2.0, 5, 7, True))
+    assert list(map(str, seen)) == list(map(str, [*asked, kept, asked[0], kept]))
+    seen.clear()
+    in_the_interpreter = Launch(Kernel(None), (1, 1, 1), (), {})
+    for _ in range(3):
+        in_the_interpreter((x,))
+    assert [each[0] for each in seen] == ["Triton"] * 3
+
+
+@compiled
+@pytest.mark.parametrize(("r", "forward", "backward"), [(4, 4, 10), (40, 4, 14)])
+def test_a_layer_asks_torch_for_little(r: int, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches and operations: on a GPU asking for them may be what takes the time."""
+    from wellposed.lowrank import kernels
+    from wellposed.spectrum import launch
+
+    asked: list[str] = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            asked.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(passes, "kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: asked.append("launch"))
+    x, weight0 = torch.randn(6, 60, requires_grad=True), torch.randn(50, 60)
+    a, b = (each.requires_grad_() for each in factors(50, 60, r))
+    dy = torch.ones(6, 50)
+    with Listen():
+        y = sine_linear(x, weight0, None, a, b, 2.0, 0.5)
+        ahead = len(asked)
+        dx, da, db = torch.autograd.grad(y, (x, a, b), dy)
+    assert (dx.shape, da.shape, db.shape) == (x.shape, a.shape, b.shape)
+    assert asked[:ahead].count("launch") == 1
+    assert asked[ahead:].count("launch") == (2 if r <= 32 else 3)
+    assert ahead <= forward
+    assert len(asked) - ahead <= backward
+    assert not {"clone", "copy_", "_to_copy"} & set(asked)
+
+
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize(("rows", "cols", "r"), [(4096, 1024, 8), (1000, 4099, 32), (777, 1025, 3), (1024, 1024, 256)])
@@ -350,6 +420,27 @@ def test_on_a_gpu(rows: int, cols: int, r: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("of_p", [torch.float32, torch.bfloat16])
 def test_gradients_on_a_gpu(r: int, of_p: torch.dtype) -> None:
     check_gradients(700, 900, r, 2.0, of_p, torch.float32, device="cuda")
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("r", [8, 40])
+def test_wherever_tensors_start_on_a_gpu(r: int) -> None:
+    """Triton compiles for tensors that start at multiples of 16 bytes, and others may not get that kernel."""
+    from wellposed.lowrank.kernels import factor_gradients, sine_weight
+
+    def elsewhere(x: Tensor) -> Tensor:
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    a, b = (each.cuda() for each in factors(700, 900, r))
+    weight0 = torch.randn(700, 900, device="cuda").bfloat16()
+    right = [sine_weight(weight0, a, b, 2.0, 0.5, torch.bfloat16), *factor_gradients(weight0, a, b, 2.0, 0.5)]
+    for place in (elsewhere, torch.clone, elsewhere, torch.clone):
+        placed = [place(each) for each in (weight0, a, b)]
+        assert placed[0].data_ptr() % 16 == (0 if place is torch.clone else 2)
+        again = [sine_weight(*placed, 2.0, 0.5, torch.bfloat16), *factor_gradients(*placed, 2.0, 0.5)]
+        for given_, expected in zip(again, right, strict=True):
+            assert (given_.double() - expected.double()).norm() < 1e-3 * expected.double().norm()
 
 
 @pytest.mark.gpu

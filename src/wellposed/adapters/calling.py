@@ -21,5 +21,5 @@ def weight_of(factor: nn.Module) -> Tensor:
 
 def is_called_by_others(module: nn.Module) -> bool:
     """Whether something hangs on the module's call, so that it has to be called."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__

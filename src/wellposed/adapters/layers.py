@@ -35,6 +35,9 @@ from wellposed.errors import UnsuitableModelError
 from wellposed.lowrank import sine_delta, sine_linear
 from wellposed.lowrank.eager import rank_product
 
+_PLAIN = (nn.Linear, Conv1D)
+"""Base layers that are x W0^T + bias and no more; what is derived from them may be."""
+
 
 class SineLayer(LoraLayer):  # type: ignore[misc]
     """What the two kinds of layers share: PEFT's bookkeeping, D, DoRA's factor, and merging."""
@@ -173,15 +176,20 @@ class SineLayer(LoraLayer):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_forward_args(x, *args, **kwargs)
         per_input = kwargs.pop("adapter_names", None)
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        if self.disable_adapters or (self.merged and per_input is None):
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
             return self.base_layer(x, *args, **kwargs)
         if per_input is not None:
             return self._each_its_own(x, self.base_layer(x, *args, **kwargs), per_input)
-        active = [name for name in self.active_adapters if name in self._adapters()]
-        if len(active) == 1 and not args and not kwargs and self._in_one_product(x, active[0]):
-            return self._adapted(x, active[0])
+        if self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        adapters = self._adapters()
+        active = [name for name in self.active_adapters if name in adapters]
+        if len(active) == 1 and not args and not kwargs:
+            result = self._in_one_product(x, active[0])
+            if result is not None:
+                return result
         result = self.base_layer(x, *args, **kwargs)
         for name in active:
             result = result + self._update(x, name).to(result.dtype)
@@ -210,13 +218,9 @@ class SineLayer(LoraLayer):  # type: ignore[misc]
     def _adapters(self) -> Iterable[str]:
         raise NotImplementedError
 
-    def _in_one_product(self, x: Tensor, adapter_name: str) -> bool:
-        """Whether `_adapted` can stand for the base layer and `_update`."""
-        return False
-
-    def _adapted(self, x: Tensor, adapter_name: str) -> Tensor:
-        """The output with one adapter."""
-        raise NotImplementedError
+    def _in_one_product(self, x: Tensor, adapter_name: str) -> Tensor | None:
+        """The output with one adapter from W0 + D, where that can stand for the base layer and `_update`, or None."""
+        return None
 
     def _update(self, x: Tensor, adapter_name: str) -> Tensor:
         """What one adapter adds to the base layer's output, dropout included."""
@@ -228,32 +232,26 @@ class SineLoraLinear(SineLayer, lora.Linear):  # type: ignore[misc]
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """A (r, in) and B (out, r)."""
-        a, b = (weight_of(factors[adapter_name]) for factors in (self.lora_A, self.lora_B))
-        return a, b
+        return weight_of(self.lora_A[adapter_name]), weight_of(self.lora_B[adapter_name])
 
     def _adapters(self) -> Iterable[str]:
         return self.lora_A.keys()
 
-    def _in_one_product(self, x: Tensor, adapter_name: str) -> bool:
+    def _in_one_product(self, x: Tensor, adapter_name: str) -> Tensor | None:
         base: Any = self.base_layer
-        return (
-            type(base) in {nn.Linear, Conv1D}
-            and not is_called_by_others(base)
-            and not self._drops(adapter_name)
-            and not is_quantized(base)
-            and (x.dtype == base.weight.dtype or torch.is_autocast_enabled(x.device.type))
-        )
-
-    def _adapted(self, x: Tensor, adapter_name: str) -> Tensor:
-        base: Any = self.base_layer
-        weight = base.weight.T if is_transposed(base) else base.weight
+        if type(base) not in _PLAIN or is_called_by_others(base) or self._drops(adapter_name) or is_quantized(base):
+            return None
+        weight, bias = base.weight, base.bias
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            return None
+        weight = weight.T if is_transposed(base) else weight
         a, b = self.factors(adapter_name)
         omega, scale = self.omega[adapter_name], self.scale(adapter_name)
         if not self.use_dora[adapter_name]:
-            return sine_linear(x, weight, base.bias, a, b, omega, scale)
+            return sine_linear(x, weight, bias, a, b, omega, scale)
         product = sine_linear(x, weight, None, a, b, omega, scale)
         result = self.dora_factor(adapter_name, weight.detach()) * product
-        return (result if base.bias is None else result + base.bias).to(product.dtype)
+        return (result if bias is None else result + bias).to(product.dtype)
 
     def _update(self, x: Tensor, adapter_name: str) -> Tensor:
         x = self.lora_dropout[adapter_name](x)

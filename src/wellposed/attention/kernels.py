@@ -9,8 +9,7 @@ Shapes: B inputs, H heads of queries, K of keys and values, N queries, M keys, h
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ from wellposed.attention.kernels_backward import keys_kernel, queries_kernel
 from wellposed.attention.kernels_forward import forward_kernel
 from wellposed.attention.kernels_settings import Problem, Setting, setting_of
 from wellposed.attention.kernels_tiles import INTERPRETED, SHORT, Kernel, Tiles, candidates
+from wellposed.spectrum.launch import Launch
 
+_KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "queries": queries_kernel, "keys": keys_kernel}
 _described: dict[tuple[Any, ...], TensorDescriptor] = {}
 """Descriptors without a tensor, by the layout of those they describe."""
 _fitting: dict[tuple[Any, ...], Tiles] = {}
@@ -34,44 +35,23 @@ _chosen: dict[Kernel, Tiles] = {}
 
 def forward(o_BHNd: Tensor, q_BHNd: Tensor, k_BKMd: Tensor, v_BKMd: Tensor, problem: Problem) -> None:
     """Write the attention of q, k and v into `o_BHNd`. All tensors here and below are `aligned`."""
-    b, h, n, _ = q_BHNd.shape
     setting = setting_of(q_BHNd, k_BKMd, problem)
-    counts, head_scale = _read_by_row(problem, q_BHNd)
-
-    def launch(tiles: Tiles) -> None:
-        rows, keys = (partial(_descriptor, width=setting.width, rows=rows) for rows in (tiles.bm, tiles.bn))
-        forward_kernel[(b * h * -(-n // tiles.bm),)](
-            *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(o_BHNd), counts, head_scale),
-            *(h, n, k_BKMd.shape[2], setting.factor, setting.pre, setting.slope, setting.bias),
-            **setting.constants,
-            **_sizes(tiles),
-        )
-
-    _run("forward", setting, q_BHNd, k_BKMd, launch)
+    factors = (setting.factor, setting.pre, setting.slope, setting.bias)
+    _run("forward", setting, (q_BHNd, k_BKMd, v_BKMd), (o_BHNd,), _read_by_row(problem, q_BHNd), factors)
 
 
 def backward_queries(
     dq_BHNd: Tensor, do_BHNd: Tensor, q_BHNd: Tensor, k_BKMd: Tensor, v_BKMd: Tensor, problem: Problem
 ) -> Tensor:
     """Write the gradient of q into `dq_BHNd`, and return that of `head_scale`, (H,), float32, where there is one."""
-    b, h, n, _ = q_BHNd.shape
     setting = setting_of(q_BHNd, k_BKMd, problem)
     counts, head_scale = _read_by_row(problem, q_BHNd)
     by_factor_BHN = head_scale
     if problem.head_scale is not None:
-        by_factor_BHN = torch.empty(b, h, n, dtype=torch.float32, device=q_BHNd.device)
-
-    def launch(tiles: Tiles) -> None:
-        rows, keys = (partial(_descriptor, width=setting.width, rows=rows) for rows in (tiles.bm, tiles.bn))
-        queries_kernel[(b * h * -(-n // tiles.bm),)](
-            *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(do_BHNd), rows(dq_BHNd), by_factor_BHN, counts),
-            *(head_scale, h, n, k_BKMd.shape[2], setting.factor_by_head, setting.factor_slope),
-            *(setting.pre, setting.slope, setting.bias),
-            **setting.constants,
-            **_sizes(tiles),
-        )
-
-    _run("queries", setting, q_BHNd, k_BKMd, launch)
+        by_factor_BHN = torch.empty(q_BHNd.shape[:3], dtype=torch.float32, device=q_BHNd.device)
+    factors = (setting.factor_by_head, setting.factor_slope, setting.pre, setting.slope, setting.bias)
+    of_rows = (by_factor_BHN, counts, head_scale)
+    _run("queries", setting, (q_BHNd, k_BKMd, v_BKMd), (do_BHNd, dq_BHNd), of_rows, factors)
     return by_factor_BHN if problem.head_scale is None else by_factor_BHN.sum((0, 2))
 
 
@@ -85,21 +65,10 @@ def backward_keys(
     problem: Problem,
 ) -> None:
     """Write the gradients of k and v into `dk_BKMd` and `dv_BKMd`."""
-    b, kv_heads, m, _ = k_BKMd.shape
     setting = setting_of(q_BHNd, k_BKMd, problem)
-    counts, head_scale = _read_by_row(problem, q_BHNd)
-
-    def launch(tiles: Tiles) -> None:
-        rows, keys = (partial(_descriptor, width=setting.width, rows=rows) for rows in (tiles.bm, tiles.bn))
-        keys_kernel[(b * kv_heads * -(-m // tiles.bn),)](
-            *(rows(q_BHNd), keys(k_BKMd), keys(v_BKMd), rows(do_BHNd), keys(dk_BKMd), keys(dv_BKMd), counts),
-            *(head_scale, kv_heads, q_BHNd.shape[2], m, setting.factor, setting.factor_slope),
-            *(setting.pre, setting.slope, setting.bias),
-            **setting.constants,
-            **_sizes(tiles),
-        )
-
-    _run("keys", setting, q_BHNd, k_BKMd, launch)
+    factors = (setting.factor, setting.factor_slope, setting.pre, setting.slope, setting.bias)
+    of_rows = _read_by_row(problem, q_BHNd)
+    _run("keys", setting, (q_BHNd, k_BKMd, v_BKMd), (do_BHNd,), of_rows, factors, (dk_BKMd, dv_BKMd))
 
 
 def _read_by_row(problem: Problem, instead: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,29 +93,45 @@ def _descriptor(x: Tensor, *, width: int, rows: int) -> TensorDescriptor:
         known = TensorDescriptor(x, sizes, [*strides[:-1], 1], [1, 1, rows, width])
         known.base = None
         _described[layout] = known
-    # Triton checks the layout of each new one, which takes the host longer than a copy.
-    described = copy(known)
-    described.base = x
+    # Triton checks the layout of each new one, which takes the host longer than to fill in another.
+    described = TensorDescriptor.__new__(TensorDescriptor)
+    described.__dict__.update(known.__dict__, base=x)
     return described
 
 
-def _run(kernel: Kernel, setting: Setting, q_BHNd: Tensor, k_BKMd: Tensor, launch: Any) -> None:
+def _run(
+    kernel: Kernel,
+    setting: Setting,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    like_q: tuple[Tensor, ...],
+    read_by_row: tuple[Tensor, ...],
+    factors: tuple[float, ...],
+    like_k: tuple[Tensor, ...] = (),
+) -> None:
     """Launch with the first tiles that the device has room for."""
+    q, k, v = qkv
+    (b, h, n, _), (kv_heads, m), device, dtype = q.shape, k.shape[1:3], q.device, q.dtype
+
+    def launch(tiles: Tiles) -> None:
+        heads, blocks = (kv_heads, -(-m // tiles.bn)) if kernel == "keys" else (h, -(-n // tiles.bm))
+        of_queries, of_keys = (partial(_descriptor, width=setting.width, rows=rows) for rows in (tiles.bm, tiles.bn))
+        described = (of_queries(q), of_keys(k), of_keys(v), *map(of_queries, like_q), *map(of_keys, like_k))
+        kept = _kept(kernel, tiles, setting.constants, b * heads * blocks, (heads, n, m), dtype, device)
+        kept(read_by_row, *factors, described=described)
+
     if triton.knobs.runtime.interpret:
         launch(INTERPRETED)
         return
-    device = q_BHNd.device
     with _on(device):
         if kernel in _chosen:
             launch(_chosen[kernel])
             return
-        short = max(q_BHNd.shape[2], k_BKMd.shape[2]) <= SHORT
-        single, causal = q_BHNd.dtype == torch.float32, bool(setting.constants["CAUSAL"])
-        key = (kernel, single, short, device, *setting.constants.values())
+        single, short = dtype == torch.float32, max(n, m) <= SHORT
+        key = (kernel, single, short, device, setting.constants)
         if key in _fitting:
             launch(_fitting[key])
             return
-        for tiles in candidates(kernel, setting.width, single=single, causal=causal, short=short):
+        for tiles in candidates(kernel, setting.width, single=single, causal=setting.causal, short=short):
             try:
                 launch(tiles)
             except OutOfResources:
@@ -154,6 +139,29 @@ def _run(kernel: Kernel, setting: Setting, q_BHNd: Tensor, k_BKMd: Tensor, launc
             _fitting[key] = tiles
             return
     raise RuntimeError(f"{device} has no room for the smallest tiles of the {kernel} kernel")
+
+
+@lru_cache(maxsize=4096)
+def _kept(
+    kernel: Kernel,
+    tiles: Tiles,
+    constants: tuple[tuple[str, Any], ...],
+    programs: int,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Launch:
+    capped = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return Launch(
+        _KERNELS[kernel],
+        (programs, 1, 1),
+        sizes,
+        {**dict(constants), "BM": tiles.bm, "BN": tiles.bn, "ONE_LOOP": tiles.one_loop},
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+        **capped,
+    )
 
 
 @contextmanager
@@ -171,10 +179,11 @@ def try_on(device: torch.device) -> None:
     if triton.knobs.runtime.interpret:
         return
     x = torch.ones(1, 1, 16, 32, dtype=torch.float16, device=device)
-    o = torch.empty_like(x)
-    forward(o, x, x, x, Problem("power2", 1 / 32, 1.0, None, False, None))
-    if not torch.allclose(o, 16 * x):
-        raise RuntimeError("they compute something else here")
+    for _ in range(2):  # as Triton launches it, then as `Launch` has kept it
+        o = torch.empty_like(x)
+        forward(o, x, x, x, Problem("power2", 1 / 32, 1.0, None, False, None))
+        if not torch.allclose(o, 16 * x):
+            raise RuntimeError("they compute something else here")
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -187,14 +196,6 @@ def aligned(x: Tensor) -> Tensor:
 def _steps_fit(sizes: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
     outer = [stride for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in outer)
-
-
-@cache
-def _sizes(tiles: Tiles) -> dict[str, int]:
-    sizes = {"BM": tiles.bm, "BN": tiles.bn, "ONE_LOOP": tiles.one_loop}
-    sizes |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    capped = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    return {**sizes, **capped, "enable_fp_fusion": True}
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

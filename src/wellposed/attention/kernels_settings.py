@@ -44,8 +44,10 @@ class Setting:
     slope: float
     bias: float
     width: int
-    constants: dict[str, Any]
-    """Those a kernel is compiled for."""
+    """Of a head, rounded up."""
+    causal: bool
+    constants: tuple[tuple[str, Any], ...]
+    """Those a kernel is compiled for, by name, in the order of its arguments."""
 
 
 def setting_of(q_BHNd: Tensor, k_BKMd: Tensor, problem: Problem) -> Setting:
@@ -86,17 +88,18 @@ def _setting(
         slope=logit_scale * log2(e),
         bias=log2(keys),
         width=width,
-        constants={
-            "PHI": phi,
-            "CAUSAL": causal,
-            "COUNTED": counted,
-            "PER_ROW": varies,
-            "PER_HEAD": per_head,
-            "GROUP": group,
-            "PRESCALED": pre != 1.0,
-            "PRECISION": precision,
-            "D": width,
-        },
+        causal=causal,
+        constants=(
+            ("PHI", phi),
+            ("CAUSAL", causal),
+            ("COUNTED", counted),
+            ("PER_ROW", varies),
+            ("PER_HEAD", per_head),
+            ("GROUP", group),
+            ("PRESCALED", pre != 1.0),
+            ("PRECISION", precision),
+            ("D", width),
+        ),
     )
 
 

@@ -140,14 +140,14 @@ def _gradients(
     for_q: bool,
     for_kv: bool,
     for_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and head_scale, each with no entries where it is not asked for."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of q, k, v and head_scale, each None where it is not asked for."""
     from wellposed.attention import kernels
     from wellposed.attention.kernels_settings import Problem
 
     problem = Problem(phi, logit_scale, scale, head_scale, causal, counts)
     do, q, k, v = kernels.aligned(do), kernels.aligned(q), kernels.aligned(k), kernels.aligned(v)
-    dq, dk, dv, dscale = (q.new_empty(0) for _ in range(4))
+    dq = dk = dv = dscale = None
     if for_q or for_scale:
         dq = _token_major(q)
         by_head = kernels.backward_queries(dq, do, q, k, v, problem)
@@ -156,10 +156,29 @@ def _gradients(
     if for_kv:
         dk, dv = _token_major(k), _token_major(v)
         kernels.backward_keys(dk, dv, do, q, k, v, problem)
-    return dq if for_q else q.new_empty(0), dk, dv, dscale
+    return dq if for_q else None, dk, dv, dscale
 
 
-_attention_backward = torch.library.custom_op("wellposed::elementwise_attention_backward", _gradients, mutates_args=())
+@torch.library.custom_op("wellposed::elementwise_attention_backward", mutates_args=())
+def _attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor | None,
+    head_scale: Tensor | None,
+    phi: str,
+    scale: float | None,
+    logit_scale: float,
+    causal: bool,
+    for_q: bool,
+    for_kv: bool,
+    for_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients as an operation has to return them: with no entries where one is not asked for."""
+    given = _gradients(*(do, q, k, v, counts, head_scale, phi, scale, logit_scale, causal, for_q, for_kv, for_scale))
+    dq, dk, dv, dscale = (q.new_empty(0) if each is None else each for each in given)
+    return dq, dk, dv, dscale
 
 
 @_attention_backward.register_fake

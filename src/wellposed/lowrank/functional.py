@@ -11,7 +11,6 @@ Operations of multiplication and addition for T tokens: 6 T in out, three produc
 two passes over the weight. Where W0 and s D are kept apart (`wellposed.lowrank.passes`), 10 T in out.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from typing import Any
 
@@ -54,10 +53,9 @@ def sine_linear(
         tensor([[2.4142],
                 [3.0000]])
     """
-    kind = x.device.type
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    autocast = _is_autocast(x)
     if autocast and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, weight0, bias, a, b, autocast)
     if not torch.compiler.is_compiling() and not (isfinite(omega) and omega > 0 and isfinite(scale)):
         raise InvalidArgumentError(f"omega={omega!r}, scale={scale!r}: expected finite numbers, omega above 0")
@@ -68,18 +66,20 @@ def sine_linear(
 
 def _check(x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, autocast: bool) -> None:
     """InvalidArgumentError unless the shapes and types belong together."""
-    given = {"x": x, "weight0": weight0, "bias": bias, "a": a, "b": b}
-    if a.ndim != 2 or b.ndim != 2 or x.ndim < 1 or len(a) != b.shape[1] or x.shape[-1] != a.shape[1]:
-        raise InvalidArgumentError(f"{_shapes(given)}: expected x (..., in), a (r, in) and b (out, r)")
-    if weight0 is not None and weight0.is_floating_point() and weight0.shape != (len(b), a.shape[1]):
-        raise InvalidArgumentError(f"{_shapes(given)}: expected weight0 (out, in) = ({len(b)}, {a.shape[1]})")
-    if bias is not None and bias.shape != (len(b),):
-        raise InvalidArgumentError(f"{_shapes(given)}: expected bias (out,) = ({len(b)},)")
-    for name, each in given.items():
-        if each is not None and not each.is_floating_point():
+    if a.ndim != 2 or b.ndim != 2 or x.ndim < 1 or a.shape[0] != b.shape[1] or x.shape[-1] != a.shape[1]:
+        raise InvalidArgumentError(f"{_shapes(x, weight0, bias, a, b)}: expected x (..., in), a (r, in) and b (out, r)")
+    rows, cols = b.shape[0], a.shape[1]
+    if weight0 is not None and weight0.shape != (rows, cols) and weight0.is_floating_point():
+        raise InvalidArgumentError(f"{_shapes(x, weight0, bias, a, b)}: expected weight0 (out, in) = ({rows}, {cols})")
+    if bias is not None and bias.shape != (rows,):
+        raise InvalidArgumentError(f"{_shapes(x, weight0, bias, a, b)}: expected bias (out,) = ({rows},)")
+    for name, each in (("x", x), ("weight0", weight0), ("bias", bias), ("a", a), ("b", b)):
+        if each is None:
+            continue
+        if not each.dtype.is_floating_point:
             hint = ": for a quantized weight pass None and add its own layer's output" if name == "weight0" else ""
             raise InvalidArgumentError(f"{name} is {each.dtype}: expected a floating-point type{hint}")
-        if name in {"weight0", "bias"} and each is not None and each.dtype != x.dtype and not autocast:
+        if each.dtype != x.dtype and not autocast and name in {"weight0", "bias"}:
             raise InvalidArgumentError(f"x is {x.dtype} and {name} {each.dtype}: expected one type, or torch.autocast")
 
 
@@ -87,30 +87,35 @@ def _by_definition(
     x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
 ) -> Tensor:
     """The same in float32 at least, as torch's own operations, which every transform knows."""
+    if _is_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return _by_definition(x, weight0, bias, a, b, omega, scale)
     precise = torch.promote_types(x.dtype, torch.float32)
-    with _as_written(x):
-        weight_OI = sine_delta(a, b, omega, scale, precise)
-        weight_OI = weight_OI if weight0 is None else weight_OI + weight0.to(precise)
-        return F.linear(x.to(precise), weight_OI, None if bias is None else bias.to(precise)).to(x.dtype)
+    weight_OI = sine_delta(a, b, omega, scale, precise)
+    weight_OI = weight_OI if weight0 is None else weight_OI + weight0.to(precise)
+    return F.linear(x.to(precise), weight_OI, None if bias is None else bias.to(precise)).to(x.dtype)
 
 
-def _shapes(given: dict[str, Tensor | None]) -> str:
-    return ", ".join(f"{name} {tuple(each.shape)}" for name, each in given.items() if each is not None)
+def _shapes(*given: Tensor | None) -> str:
+    names = ("x", "weight0", "bias", "a", "b")
+    return ", ".join(f"{name} {tuple(each.shape)}" for name, each in zip(names, given, strict=True) if each is not None)
 
 
 def _forward(
     x: Tensor, weight0: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float
 ) -> Tensor:
-    with _as_written(x):
-        x = x.contiguous()
-        bias = None if bias is None else bias.to(x.dtype)
-        first, *others = sine_weights(weight0, a, b, omega, scale, x.dtype)
-        if not others:
-            return F.linear(x, first, bias)
-        y = x @ first.T
-        for other in others:
-            y.view(-1, len(b)).addmm_(x.view(-1, a.shape[1]), other.T)
-        return y if bias is None else y.add_(bias)
+    if _is_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return _forward(x, weight0, bias, a, b, omega, scale)
+    x = x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype)
+    first, *others = sine_weights(weight0, a, b, omega, scale, x.dtype)
+    if not others:
+        return F.linear(x, first, bias)
+    y = x @ first.T
+    for other in others:
+        y.view(-1, b.shape[0]).addmm_(x.view(-1, a.shape[1]), other.T)
+    return y if bias is None else y.add_(bias)
 
 
 _sine_linear = torch.library.custom_op("wellposed::sine_linear", _forward, mutates_args=())
@@ -134,26 +139,48 @@ def _gradients(
     for_x: bool,
     for_weight0: bool,
     for_factors: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, W0, A and B, each None where it is not asked for."""
+    if _is_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return _gradients(dy, x, weight0, a, b, omega, scale, for_x, for_weight0, for_factors)
+    dy = dy.contiguous()
+    dy_TO, x_TI = _flat(dy), _flat(x)
+    dx = dweight0 = da = db = None
+    if for_x:
+        first, *others = sine_weights(weight0, a, b, omega, scale, dy.dtype)
+        dx = dy @ first
+        for other in others:
+            dx.view(-1, a.shape[1]).addmm_(dy_TO, other)
+        del first, others
+    if for_weight0 and weight0 is not None:
+        dweight0 = (dy_TO.T @ x_TI).to(weight0.dtype)
+    if for_factors:
+        da, db = factor_gradients(dy_TO, x_TI, a, b, omega, scale)
+    return dx, dweight0, da, db
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+@torch.library.custom_op("wellposed::sine_linear_backward", mutates_args=())
+def _sine_linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight0: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    omega: float,
+    scale: float,
+    for_x: bool,
+    for_weight0: bool,
+    for_factors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, W0, A and B, each with no entries where it is not asked for."""
-    with _as_written(x):
-        dy = dy.contiguous()
-        dy_TO, x_TI = dy.view(-1, len(b)), x.reshape(-1, a.shape[1])
-        dx, dweight0, da, db = (dy.new_empty(0) for _ in range(4))
-        if for_x:
-            first, *others = sine_weights(weight0, a, b, omega, scale, dy.dtype)
-            dx = dy @ first
-            for other in others:
-                dx.view(-1, a.shape[1]).addmm_(dy_TO, other)
-            del first, others
-        if for_weight0 and weight0 is not None:
-            dweight0 = (dy_TO.T @ x_TI).to(weight0.dtype)
-        if for_factors:
-            da, db = factor_gradients(dy_TO, x_TI, a, b, omega, scale)
-        return dx, dweight0, da, db
-
-
-_sine_linear_backward = torch.library.custom_op("wellposed::sine_linear_backward", _gradients, mutates_args=())
+    """The gradients as an operation has to return them: with no entries where one is not asked for."""
+    given = _gradients(dy, x, weight0, a, b, omega, scale, for_x, for_weight0, for_factors)
+    dx, dweight0, da, db = (dy.new_empty(0) if each is None else each for each in given)
+    return dx, dweight0, da, db
 
 
 @_sine_linear_backward.register_fake
@@ -222,8 +249,7 @@ _sine_linear_backward.register_autograd(_refuse)
 _direct = direct(_sine_linear, _forward, _gradients, keep=_keep, backward=_backward, refuse=_refuse)
 
 
-def _as_written(x: Tensor) -> AbstractContextManager[Any]:
-    """Each product in the type that it is written in, also where autocast is on."""
+def _is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on, which the products here have to be kept from: each is in the type it is written in."""
     kind = x.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
+    return kind != "meta" and torch.is_autocast_enabled(kind)

@@ -20,7 +20,7 @@ Shapes: O out, I in, r rank.
 # mypy: disable-error-code="import-untyped, no-untyped-def"
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import lru_cache
 from math import pi
 from typing import Any
 
@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from wellposed.spectrum.launch import Launch
 
 _CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """The bits that float32 has more in its fraction."""
@@ -37,6 +39,7 @@ _HIGH, _WIDE, _NARROW = 128, 64, 32
 """Rows of a block, columns of a block of the weight, and of one of dy^T x, of which more has to fit into registers."""
 _AT_A_TIME = 264
 """Programs that run side by side on a large GPU: two on each of 132 multiprocessors."""
+_HERE = nullcontext()
 
 
 def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float, dtype: torch.dtype) -> Tensor:
@@ -44,20 +47,17 @@ def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scal
 
     W0, (out, in), is rounded to `dtype` before; of A, (r, in), and B, (out, r), nothing is.
     """
-    (r, cols), rows = a.shape, len(b)
-    weight_OI = torch.empty(rows, cols, dtype=dtype, device=a.device)
+    (r, cols), rows = a.shape, b.shape[0]
+    weight_OI = torch.empty((rows, cols), dtype=dtype, device=a.device)
     if weight_OI.numel() == 0:
         return weight_OI
-    chunk = _chunk(r)
     base = weight_OI if weight0 is None else weight0
+    launch = _weight_launch(
+        a.device, weight0 is not None, base.dtype, a.dtype, b.dtype, dtype,
+        rows, cols, r, *base.stride(), *a.stride(), *b.stride(),
+    )  # fmt: skip
     with _on(a):
-        _weight_kernel[(_cdiv(rows, _HIGH), _cdiv(cols, _WIDE))](
-            base, a, b, weight_OI,
-            rows, cols, r, *base.stride(), *a.stride(), *b.stride(), omega / pi, scale,
-            ADD=weight0 is not None, CUT_BITS=0 if weight0 is None else _CUT_BITS.get(dtype, 0),
-            R=chunk, CHUNKS=_cdiv(r, chunk), HIGH=_HIGH, WIDE=_WIDE, PRECISION=_precision(a, b),
-            num_warps=8, num_stages=1, enable_fp_fusion=True,
-        )  # fmt: skip
+        launch((base, a, b, weight_OI), omega / pi, float(scale))
     return weight_OI
 
 
@@ -68,47 +68,79 @@ def factor_gradients(p_OI: Tensor, a: Tensor, b: Tensor, omega: float, scale: fl
     """
     if p_OI.numel() == 0:
         return a.new_zeros(a.shape), b.new_zeros(b.shape)
-    if len(a) <= _ONE_READ:
-        db_Or, da_Ir = _gradients(p_OI, b, a.T, omega, scale, both=True)
+    if a.shape[0] <= _ONE_READ:
+        db_Or, da_rI = _gradients(p_OI, b, a, omega, scale, both=True)
     else:
-        db_Or, _ = _gradients(p_OI, b, a.T, omega, scale, both=False)
-        da_Ir, _ = _gradients(p_OI.T, a.T, b, omega, scale, both=False)
-    return da_Ir.to(a.dtype).T.contiguous(), db_Or.to(b.dtype)
+        db_Or, _ = _gradients(p_OI, b, a, omega, scale)
+        da_rI, _ = _gradients(p_OI.T, a.T, b.T, omega, scale, turned=True)
+    return da_rI.to(a.dtype), db_Or.to(b.dtype)
 
 
 def try_on(device: torch.device) -> None:
-    """Run every kernel once on very little, so that what does not work here shows."""
+    """Run every kernel on very little, so that what does not work here shows, then the same as `Launch` has kept it."""
     a, b = torch.zeros(1, 16, device=device), torch.zeros(16, 1, device=device)
-    sine_weight(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), a, b, 1.0, 1.0, torch.bfloat16)
-    factor_gradients(torch.zeros(16, 16, device=device), a, b, 1.0, 1.0)
+    for _ in range(2):
+        sine_weight(torch.zeros(16, 16, dtype=torch.bfloat16, device=device), a, b, 1.0, 1.0, torch.bfloat16)
+        factor_gradients(torch.zeros(16, 16, device=device), a, b, 1.0, 1.0)
 
 
 def _gradients(
-    p: Tensor, left: Tensor, right: Tensor, omega: float, scale: float, *, both: bool
+    p: Tensor, left: Tensor, right: Tensor, omega: float, scale: float, both: bool = False, turned: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """G `right`, (rows, r), and if `both` G^T `left`, (columns, r): G as above, of shape (rows, columns), in float32.
+    """G `right`^T, (rows, r) or if `turned` (r, rows), and if `both` `left`^T G, (r, columns), in float32.
 
-    Each program adds up over some of the columns of its rows; for the second it writes the sum over its rows.
+    G is as above, (rows, columns), `left` (rows, r) and `right` (r, columns). Each program adds up over some of the
+    columns of its rows; for the second it writes the sum over its rows.
     """
-    (rows, cols), r = p.shape, left.shape[1]
-    chunk, light = _chunk(r), r <= _ONE_READ and p.dtype != torch.float32
-    blocks, tiles = _cdiv(rows, _HIGH), _cdiv(cols, _NARROW)
-    each = _tiles_each(blocks, tiles)
-    splits = _cdiv(tiles, each)
-    lefts = p.new_empty(splits, rows, r, dtype=torch.float32)
-    rights = p.new_empty(blocks, cols, r, dtype=torch.float32) if both else lefts
+    (rows, cols), r, device = p.shape, left.shape[1], p.device
+    launch = _gradient_launch(
+        device, both, turned, p.dtype, left.dtype, right.dtype,
+        rows, cols, r, *p.stride(), *left.stride(), *right.stride(),
+    )  # fmt: skip
+    blocks, splits, _ = launch.grid
+    lefts = torch.empty((splits, r, rows) if turned else (splits, rows, r), dtype=torch.float32, device=device)
+    rights = torch.empty((blocks, r, cols), dtype=torch.float32, device=device) if both else lefts
     with _on(p):
-        _gradient_kernel[(blocks, splits, _cdiv(r, chunk))](
-            p, left, right, lefts, rights,
-            rows, cols, r, *p.stride(), *left.stride(), *right.stride(), omega / pi, omega * scale, each,
-            BOTH=both, R=chunk, CHUNKS=_cdiv(r, chunk), HIGH=_HIGH, WIDE=_NARROW,
-            PRECISION=_precision(left, right), SUMS="tf32x3" if p.dtype == torch.float32 else "tf32",
-            num_warps=8, num_stages=2 if light else 1, maxnreg=128 if light else None, enable_fp_fusion=True,
-        )  # fmt: skip
+        launch((p, left, right, lefts, rights), omega / pi, float(omega * scale))
     return lefts.sum(0), rights.sum(0) if both else rights
 
 
-@cache
+@lru_cache(maxsize=1024)
+def _weight_launch(
+    device: torch.device, add: bool, of_base: torch.dtype, of_a: torch.dtype, of_b: torch.dtype, dtype: torch.dtype,
+    rows: int, cols: int, r: int, *strides: int,
+) -> Launch:  # fmt: skip
+    """The launch of `_weight_kernel` for tensors of these types and sizes."""
+    chunk = _chunk(r)
+    return Launch(
+        _weight_kernel, (_cdiv(rows, _HIGH), _cdiv(cols, _WIDE), 1), (rows, cols, r, *strides),
+        {
+            "ADD": add, "CUT_BITS": _CUT_BITS.get(dtype, 0) if add else 0, "R": chunk, "CHUNKS": _cdiv(r, chunk),
+            "HIGH": _HIGH, "WIDE": _WIDE, "PRECISION": _precision(of_a, of_b),
+        },
+        num_warps=8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _gradient_launch(
+    device: torch.device, both: bool, turned: bool, of_p: torch.dtype, of_left: torch.dtype, of_right: torch.dtype,
+    rows: int, cols: int, r: int, *strides: int,
+) -> Launch:  # fmt: skip
+    """The launch of `_gradient_kernel` for tensors of these types and sizes."""
+    chunk, light = _chunk(r), r <= _ONE_READ and of_p != torch.float32
+    blocks, tiles = _cdiv(rows, _HIGH), _cdiv(cols, _NARROW)
+    each = _tiles_each(blocks, tiles)
+    return Launch(
+        _gradient_kernel, (blocks, _cdiv(tiles, each), _cdiv(r, chunk)), (rows, cols, r, *strides, each),
+        {
+            "BOTH": both, "TURNED": turned, "R": chunk, "CHUNKS": _cdiv(r, chunk), "HIGH": _HIGH, "WIDE": _NARROW,
+            "PRECISION": _precision(of_left, of_right), "SUMS": "tf32x3" if of_p == torch.float32 else "tf32",
+        },
+        num_warps=8, num_stages=2 if light else 1, maxnreg=128 if light else None, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
 def _tiles_each(blocks: int, tiles: int) -> int:
     """Tiles of columns for a program, with `tiles` of them in each block of rows: such that all programs end at about
     the same time, and of those the most, which leaves the fewest partial sums.
@@ -125,15 +157,15 @@ def _chunk(r: int) -> int:
     return min(64, max(16, 1 << (r - 1).bit_length()))
 
 
-def _precision(*factors: Tensor) -> str:
-    """The cheapest product of these factors that is exact to float32: 16-bit numbers are TF32 numbers already."""
-    return "tf32x3" if any(factor.dtype == torch.float32 for factor in factors) else "tf32"
+def _precision(*factors: torch.dtype) -> str:
+    """The cheapest product of such factors that is exact to float32: 16-bit numbers are TF32 numbers already."""
+    return "tf32x3" if torch.float32 in factors else "tf32"
 
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels start on the current device, which need not be that of `x`."""
     here = x.device.type != "cuda" or x.device.index == torch.cuda.current_device()
-    return nullcontext() if here else torch.cuda.device_of(x)
+    return _HERE if here else torch.cuda.device_of(x)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -143,8 +175,8 @@ def _cdiv(a: int, b: int) -> int:
 
 @triton.jit
 def _weight_kernel(
-    base, a, b, out,
-    rows, cols, r, base_row, base_col, a_rank, a_col, b_row, b_rank, half_turns, scale,
+    base, a, b, out, half_turns, scale,
+    rows, cols, r, base_row, base_col, a_rank, a_col, b_row, b_rank,
     ADD: tl.constexpr, CUT_BITS: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -162,14 +194,15 @@ def _weight_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    p, left, right, lefts, rights,
-    rows, cols, r, p_row, p_col, left_row, left_rank, right_col, right_rank, half_turns, gain, each,
-    BOTH: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    p, left, right, lefts, rights, half_turns, gain,
+    rows, cols, r, p_row, p_col, left_row, left_rank, right_rank, right_col, each,
+    BOTH: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """For a block of rows the sum over `each` tiles of columns of G right, and if BOTH a tile's G^T left at a time.
+    """For a block of rows the sum over `each` tiles of columns of G right^T, and if BOTH a tile's left^T G at a time.
 
-    `gain` is omega scale. The third axis of the grid is the chunk of the rank whose gradients are formed.
+    `gain` is omega scale. The third axis of the grid is the chunk of the rank whose gradients are formed. The first sum
+    is written as (rows, r), if TURNED as (r, rows), the second as (r, columns).
     """
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * HIGH + tl.arange(0, HIGH)
@@ -195,9 +228,13 @@ def _gradient_kernel(
         if BOTH:
             sums = gain * tl.dot(tl.trans(g), own_left, input_precision=SUMS)
             start = rights + block.to(tl.int64) * cols * r
-            tl.store(start + col[:, None] * r + own[None, :], sums, (col < cols)[:, None] & (own < r)[None, :])
+            tl.store(start + col[:, None] + own[None, :] * cols, sums, (col < cols)[:, None] & (own < r)[None, :])
     start = lefts + split.to(tl.int64) * rows * r
-    tl.store(start + row[:, None] * r + own[None, :], gain * total, (row < rows)[:, None] & (own < r)[None, :])
+    if TURNED:
+        start += row[:, None] + own[None, :] * rows
+    else:
+        start += row[:, None] * r + own[None, :]
+    tl.store(start, gain * total, (row < rows)[:, None] & (own < r)[None, :])
 
 
 @triton.jit

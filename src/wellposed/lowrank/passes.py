@@ -1,7 +1,7 @@
 """The two passes over an out x in matrix that a sine layer makes: W0 + s sin(omega B A), and from dy^T x the gradients.
 
 Both as torch's operations, on some rows at a time, and on a GPU as the kernels of `wellposed.lowrank.kernels`. Neither
-leaves an out x in matrix behind, other than what it returns.
+leaves an out x in matrix behind, other than what it returns; both are called where no gradients are recorded.
 
 Shapes: T tokens, I in, O out, r rank.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from wellposed.lowrank.eager import rank_product
 
 HALVES = (torch.bfloat16, torch.float16)
-
+_KNOWN = (*HALVES, torch.float32)
+"""The types that the kernels know."""
 _ROWS_OF = 2**22
 """Entries that torch's operations work on at a time: 16 MiB of float32."""
 _WORTH = 2**18
@@ -39,7 +40,6 @@ def kernels_allowed(allowed: bool) -> Iterator[None]:
         _allowed = before
 
 
-@torch.no_grad()
 def sine_weights(
     weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -54,14 +54,13 @@ def sine_weights(
     if kernels is not None:
         return (kernels.sine_weight(weight0, a, b, omega, scale, dtype),)
     apart = weight0 is not None and dtype in HALVES
-    weight_OI = torch.empty(len(b), a.shape[1], dtype=dtype, device=a.device)
+    weight_OI = torch.empty(b.shape[0], a.shape[1], dtype=dtype, device=a.device)
     for rows in _rows(weight_OI):
         delta = rank_product(a, b[rows]).mul_(omega).sin_().mul_(scale)
         weight_OI[rows] = delta if weight0 is None or apart else delta.add_(weight0[rows])
     return (weight_OI, weight0.to(dtype)) if weight0 is not None and apart else (weight_OI,)
 
 
-@torch.no_grad()
 def factor_gradients(
     dy_TO: Tensor, x_TI: Tensor, a: Tensor, b: Tensor, omega: float, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -73,7 +72,7 @@ def factor_gradients(
     precise = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a_rI, b_Or = a.to(precise), b.to(precise)
     da_rI, db_Or = a_rI.new_zeros(a_rI.shape), b_Or.new_empty(b_Or.shape)
-    for rows in _rows(torch.empty(len(b), a.shape[1], device="meta")):
+    for rows in _rows(torch.empty(b.shape[0], a.shape[1], device="meta")):
         g = rank_product(a, b[rows]).mul_(omega).cos_().mul_(omega * scale)
         g *= _outer(dy_TO[:, rows], x_TI, torch.promote_types(x_TI.dtype, torch.float32))
         db_Or[rows] = g @ a_rI.T
@@ -98,12 +97,11 @@ def _rows(like_OI: Tensor) -> Iterator[slice]:
 
 def kernels_for(a: Tensor, b: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """`wellposed.lowrank.kernels` where it wins: on a GPU, for a large enough weight of `dtype`."""
-    known = (*HALVES, torch.float32)
-    if not _allowed or a.device.type != "cuda" or not all(each in known for each in (dtype, a.dtype, b.dtype)):
+    device = a.device
+    if not _allowed or device.type != "cuda" or b.shape[0] * a.shape[1] < _WORTH:
         return None
-    if len(b) * a.shape[1] < _WORTH or not 1 <= len(a) <= _LARGEST_RANK:
-        return None
-    return _working_kernels(a.device)
+    known = dtype in _KNOWN and a.dtype in _KNOWN and b.dtype in _KNOWN
+    return _working_kernels(device) if known and 1 <= a.shape[0] <= _LARGEST_RANK else None
 
 
 @cache

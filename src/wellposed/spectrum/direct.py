@@ -5,13 +5,17 @@ the host time at every call: on plain tensors outside of torch.compile the funct
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (Tensor, nn.Parameter)
-"""A subclass may stand for something that has no values here."""
+
+@cache
+def _is_plain(kind: type) -> bool:
+    """Whether what is of this type has its values here: a subclass of Tensor may stand for something that has none."""
+    return kind in {Tensor, nn.Parameter} or not issubclass(kind, Tensor)
 
 
 def direct(
@@ -55,7 +59,7 @@ def direct(
             return backward(ctx, *given, Once.apply if torch.is_grad_enabled() else gradients)
 
     def call(*inputs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in inputs):
+        if torch.compiler.is_compiling() or not all(map(_is_plain, map(type, inputs))):
             return operation(*inputs)
         output: Tensor = Direct.apply(*inputs)
         return output

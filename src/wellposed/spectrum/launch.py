@@ -1,0 +1,53 @@
+"""Launches of Triton kernels that cost the host little.
+
+At every launch Triton looks at every argument, to find what it has compiled for such ones: most of the time that a
+launch spends in Python. Here what it has found is kept.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class Launch:
+    """A kernel with all of its arguments but tensors and floating-point numbers, which come first.
+
+    One of these is for tensors of one device and of the same types, shapes and strides. All that Triton looks at is the
+    same then, but for whether a tensor starts at a multiple of 16 bytes: where one does not, Triton is asked. Tensors
+    that are given by a descriptor come before the others; they always do, and may be of any shape.
+
+    Args:
+        kernel: made by triton.jit.
+        grid: programs along three axes.
+        numbers: the arguments that follow, all whole numbers.
+        constants: those that follow these, which the kernel is compiled for.
+        options: what else Triton is told, such as `num_warps`.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        numbers: tuple[int, ...],
+        constants: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        self.grid = grid
+        self._kernel, self._numbers, self._named = kernel, numbers, constants | options
+        self._always = (*numbers, *constants.values())
+        self._found: Any = None
+
+    def __call__(self, tensors: tuple[Tensor, ...], *factors: float, described: tuple[Any, ...] = ()) -> None:
+        starts = 0
+        for each in tensors:
+            starts |= each.data_ptr()
+        if starts % 16:
+            self._by_triton(described + tensors, factors)
+        elif self._found is None:
+            found = self._by_triton(described + tensors, factors)
+            self._found = None if found is None else found[self.grid]  # Triton's interpreter has none
+        else:
+            self._found(*described, *tensors, *factors, *self._always)
+
+    def _by_triton(self, tensors: tuple[Any, ...], factors: tuple[float, ...]) -> Any:
+        return self._kernel[self.grid](*tensors, *factors, *self._numbers, **self._named)
