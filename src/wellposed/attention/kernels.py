@@ -156,7 +156,7 @@ def _kept(
         _KERNELS[kernel],
         (programs, 1, 1),
         sizes,
-        {**dict(constants), "BM": tiles.bm, "BN": tiles.bn, "ONE_LOOP": tiles.one_loop},
+        {**dict(constants), "BM": tiles.bm, "BN": tiles.bn},
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=True,

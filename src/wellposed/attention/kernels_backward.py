@@ -57,7 +57,6 @@ def queries_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
 ):
     """The dQ of one block of queries, and with PER_HEAD the derivative by each row's factor."""
     blocks = tl.cdiv(n_q, BM)
@@ -77,7 +76,7 @@ def queries_kernel(
     derivative = tl.zeros([BM], tl.float32)
     all_see = n_k
     if CAUSAL:
-        all_see = 0 if ONE_LOOP else tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
+        all_see = tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
     for start in tl.range(0, all_see, BN):
         k = tile(k_desc, batch, head // GROUP, start, BN, D)
         v = tile(v_desc, batch, head // GROUP, start, BN, D)
@@ -201,7 +200,6 @@ def keys_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
 ):
     """The dK and dV of one block of keys, from all the heads that read it."""
     blocks = tl.cdiv(n_k, BN)
@@ -217,7 +215,7 @@ def keys_kernel(
     crossed = 0
     if CAUSAL:
         low = tl.maximum(first - (n_k - n_q), 0) // BM * BM
-        crossed = n_q if ONE_LOOP else tl.cdiv(tl.maximum(first + BN - 1 - (n_k - n_q), 0), BM) * BM
+        crossed = tl.cdiv(tl.maximum(first + BN - 1 - (n_k - n_q), 0), BM) * BM
     for member in range(GROUP):
         head = kv_head * GROUP + member
         weight = 1.0

@@ -38,7 +38,6 @@ def forward_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
 ):
     """One block of queries of one head; the blocks that see the most keys come first."""
     blocks = tl.cdiv(n_q, BM)
@@ -59,7 +58,7 @@ def forward_kernel(
     acc = tl.zeros([BM, D], tl.float32)
     all_see = n_k
     if CAUSAL:
-        all_see = 0 if ONE_LOOP else tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
+        all_see = tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
     for start in tl.range(0, all_see, BN):
         k = tile(k_desc, batch, head // GROUP, start, BN, D)
         v = tile(v_desc, batch, head // GROUP, start, BN, D)

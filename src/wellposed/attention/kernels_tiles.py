@@ -24,14 +24,10 @@ class Tiles:
     """Tiles on their way from memory at a time."""
     registers: int | None = None
     """The most that a thread may have, where fewer let another program run beside this one."""
-    one_loop: bool = False
-    """Under a causal mask: compare in every tile, not only in those that the diagonal crosses, which are a second loop
-    otherwise."""
 
     def __str__(self) -> str:
         capped = "" if self.registers is None else f", {self.registers} registers"
-        one_loop = ", one loop" if self.one_loop else ""
-        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}{one_loop}"
+        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}"
 
 
 INTERPRETED = Tiles(32, 16, 4, 1)
@@ -42,7 +38,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ("forward", 64): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 128, 4, 3)),
         *(Tiles(64, 128, 4, 2), Tiles(128, 64, 4, 3, 168), Tiles(128, 64, 8, 4), Tiles(128, 64, 4, 2)),
-        *(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
+        *(Tiles(128, 32, 4, 3, 128), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
     ),
     ("forward", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2)),
@@ -69,6 +65,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
 }
 _CAUSAL: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 64): Tiles(64, 64, 4, 3),
+    ("forward", 128): Tiles(64, 64, 4, 3),
     ("queries", 64): Tiles(64, 64, 4, 3),
     ("keys", 128): Tiles(64, 64, 4, 2),
 }
@@ -76,8 +73,8 @@ _CAUSAL: dict[tuple[Kernel, int], Tiles] = {
 SHORT = 256
 """Up to so many tokens a sequence is short."""
 _SHORT: dict[tuple[Kernel, int, bool], Tiles] = {
-    ("forward", 64, False): Tiles(128, 64, 4, 3),
-    ("forward", 64, True): Tiles(64, 64, 4, 2),
+    ("forward", 64, False): Tiles(128, 32, 4, 3, 128),
+    ("forward", 64, True): Tiles(64, 32, 4, 3),
     ("queries", 64, True): Tiles(64, 64, 4, 2),
     ("keys", 64, False): Tiles(32, 128, 4, 3),
     ("keys", 64, True): Tiles(32, 64, 4, 2),

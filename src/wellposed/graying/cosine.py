@@ -4,7 +4,7 @@ D is the orthonormal cosine transform, here by FFT: as a product with D itself i
 196 x 768, several milliseconds of float32 on a GPU, and TF32 would spoil it.
 """
 
-from math import pi
+from math import pi, sqrt
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ def dct2(x: Tensor) -> Tensor:
 
         Re P_jk = C_jk - C_n-j,m-k,    -Im P_jk = C_n-j,k + C_j,m-k,    C_n. = C_.m = 0,
 
-    so that 2 C_jk = Re P_jk - Im P_n-j,k and 2 C_j,m-k = -Im P_jk - Re P_n-j,k, where P_n. = -i P_0.
+    so that 2 C_jk = Re P_jk - Im P_n-j,k and 2 C_j,m-k = -Im P_jk - Re P_n-j,k, where P_n. = -i P_0. The Fourier
+    transforms go without their factor 1 / sqrt(n m), for which torch would pass over the spectrum once more.
     """
     result: Tensor = _Transform.apply(x)
     return result
@@ -53,14 +54,14 @@ class _Transform(torch.autograd.Function):
     def forward(x: Tensor) -> Tensor:
         n, m = x.shape[-2:]
         v = x[..., _folded(n, x.device)[:, None], _folded(m, x.device)]
-        spectrum = torch.view_as_real(torch.fft.rfft2(v, norm="ortho"))
+        spectrum = torch.view_as_real(torch.fft.rfft2(v, norm="backward"))
         j, k = torch.arange(n, device=x.device)[:, None], torch.arange(m, device=x.device)
         half = torch.minimum(k, m - k)
         turns = _turns(n, m, x)
         p_real, p_imaginary = _product(spectrum[..., j, half, :], turns[j, half])
         q_real, q_imaginary = _product(spectrum[..., (n - j) % n, half, :], turns[n - j, half])
         both = torch.where(k <= m // 2, p_real - q_imaginary, -p_imaginary - q_real)
-        return both * (_norms(n, 2**0.5, x)[:, None] * _norms(m, 2**0.5, x) / 2)
+        return both * (_norms(n, 2**0.5, x)[:, None] * _norms(m, 2**0.5, x) / (2 * sqrt(n * m)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -77,14 +78,15 @@ class _InverseTransform(torch.autograd.Function):
     @staticmethod
     def forward(coefficients: Tensor) -> Tensor:
         n, m = coefficients.shape[-2:]
-        c = coefficients * (_norms(n, 0.5**0.5, coefficients)[:, None] * _norms(m, 0.5**0.5, coefficients))
+        norms = _norms(n, 0.5**0.5, coefficients)[:, None] * _norms(m, 0.5**0.5, coefficients)
+        c = coefficients * (norms / sqrt(n * m))
         j, k = torch.arange(n, device=c.device)[:, None], torch.arange(m // 2 + 1, device=c.device)
         below, beside = (n - j) % n, (m - k) % m
         real = c[..., j, k] - c[..., below, beside] * ((j > 0) & (k > 0))
         imaginary = -(c[..., below, k] * (j > 0) + c[..., j, beside] * (k > 0))
         back_real, back_imaginary = _product(torch.stack([real, -imaginary], -1), _turns(n, m, c)[:n])
         spectrum = torch.view_as_complex(torch.stack([back_real, -back_imaginary], -1))
-        v = torch.fft.irfft2(spectrum, (n, m), norm="ortho")
+        v = torch.fft.irfft2(spectrum, (n, m), norm="forward")
         rows, columns = (_folded(size, c.device).argsort() for size in (n, m))
         return v[..., rows[:, None], columns]
 
