@@ -58,7 +58,7 @@ class Evidence:
     """Sets with masks and boxes for the dense probe and for discovery: pet:PATH, shapes."""
     config: str = "cifar10-vit-tiny"
     """A preset of `wellposed pretrain`, or a file."""
-    models: tuple[str, ...] = tuple(MODELS)[:4]
+    models: tuple[str, ...] = tuple(name for name, choices in MODELS.items() if "gray" not in choices)
     """Which of the models; gray-svd-adamw and gray-dct-adamw have skips and grayed patches."""
     adamw_lr: float = 5e-4
     """For 256 images."""

@@ -7,7 +7,6 @@ process of its own, where the tests marked `interpreted` are not skipped.
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -317,43 +316,6 @@ def test_kernels_that_do_not_work_here_cost_one_line(caplog: pytest.LogCaptureFi
 def test_nobody_pays_for_triton_unasked() -> None:
     code = "import wellposed.lowrank, sys; print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-@compiled
-def test_triton_is_asked_once_for_each_kind_of_launch() -> None:
-    from wellposed.spectrum.launch import Launch
-
-    seen: list[tuple[object, ...]] = []
-
-    class Found:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-            return lambda *given: seen.append(("kept", grid, given))
-
-    class Kernel:
-        def __init__(self, found: Found | None) -> None:
-            self.found = found
-
-        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Found | None]:
-            def run(*given: object, **named: object) -> Found | None:
-                seen.append(("Triton", grid, given, named))
-                return self.found
-
-            return run
-
-    x, beside = torch.ones(4), torch.zeros(9)[1:5]
-    assert x.data_ptr() % 16 == 0
-    assert beside.data_ptr() % 16 == 4
-    launch = Launch(Kernel(Found()), (3, 2, 1), (5, 7), {"ADD": True}, num_warps=8)
-    for first in (beside, x, x, beside, x):
-        launch((first, x), 0.5, 2.0)
-    asked = [("Triton", (3, 2, 1), (each, x, 0.5, 2.0, 5, 7), {"ADD": True, "num_warps": 8}) for each in (beside, x)]
-    kept = ("kept", (3, 2, 1), (x, x, 0.5, 2.0, 5, 7, True))
-    assert list(map(str, seen)) == list(map(str, [*asked, kept, asked[0], kept]))
-    seen.clear()
-    in_the_interpreter = Launch(Kernel(None), (1, 1, 1), (), {})
-    for _ in range(3):
-        in_the_interpreter((x,))
-    assert [each[0] for each in seen] == ["Triton"] * 3
 
 
 @compiled

@@ -36,7 +36,7 @@ from wellposed.lowrank import sine_delta, sine_linear
 from wellposed.lowrank.eager import rank_product
 
 _PLAIN = (nn.Linear, Conv1D)
-"""Base layers that are x W0^T + bias and no more; what is derived from them may be."""
+"""Base layers that are x W0^T + bias and no more; what is derived from them may do more."""
 
 
 class SineLayer(LoraLayer):  # type: ignore[misc]

@@ -83,7 +83,7 @@ class AdaptersBench:
                 work = partial(_forward_and_backward, forward, x, dy)
                 times[name] = self._milliseconds(work, device)
                 if device.type == "cuda":
-                    on_gpu[name] = 1e3 * queued_seconds(work, repeats=2 * self.windows)[0]
+                    on_gpu[name] = 1e3 * queued_seconds(work, device, repeats=2 * self.windows)[0]
                     peaks[name] = _peak(work, device)
         cells = [
             f"{times[name]:.3f}" + (f" ({on_gpu[name]:.3f}), {peaks[name] / 2**20:.0f}" if on_gpu else "")

@@ -112,7 +112,7 @@ class AttentionBench:
 
     def _seconds(self, work: Callable[[], Any], device: "torch.device") -> tuple[float, float]:
         if device.type == "cuda":
-            return queued_seconds(work, repeats=self.repeats)
+            return queued_seconds(work, device, repeats=self.repeats)
         taken = median(seconds(work, device, repeats=self.repeats, warm_up=3))
         return taken, taken
 

@@ -24,28 +24,33 @@ def seconds(work: Callable[[], Any], device: "torch.device", *, repeats: int, wa
     return times[warm_up:]
 
 
-def queued_seconds(work: Callable[[], Any], *, repeats: int, calls: int = 5) -> tuple[float, float]:
-    """Median seconds of `work` on the GPU by its own clock, and of the host to ask for it; three windows warm up.
+def queued_seconds(
+    work: Callable[[], Any], device: "torch.device", *, repeats: int, calls: int = 5
+) -> tuple[float, float]:
+    """Median seconds of `work` on a GPU by its own clock, and of the host to ask for it; three windows warm up.
 
     Before each window of `calls` enough large products are queued for all its calls to have been asked for by the time
     these are over, so that the first number knows nothing of the second.
     """
     import torch
 
-    filler = torch.ones(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    filler = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
     products, on_gpu, on_host = 3, [], []
-    for _ in range(3 + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(products):
-            filler @ filler
-        start.record()
-        asking = time.perf_counter()
-        for _ in range(calls):
-            work()
-        on_host.append(time.perf_counter() - asking)
-        end.record()
-        end.synchronize()
-        on_gpu.append(start.elapsed_time(end) / 1e3)
-        if len(on_host) == 2:  # the first had to compile; a product takes no less than a millisecond
-            products = max(products, ceil(1.5 * on_host[1] / 1e-3))
+    with torch.cuda.device(device):
+        for _ in range(3 + repeats):
+            before, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            before.record()
+            for _ in range(products):
+                filler @ filler
+            start.record()
+            asking = time.perf_counter()
+            for _ in range(calls):
+                work()
+            on_host.append(time.perf_counter() - asking)
+            end.record()
+            end.synchronize()
+            on_gpu.append(start.elapsed_time(end) / 1e3)
+            if len(on_host) == 2:  # the first had to compile
+                each = before.elapsed_time(start) / 1e3 / products
+                products = max(products, ceil(1.5 * on_host[1] / each))
     return median(on_gpu[3:]) / calls, median(on_host[3:]) / calls

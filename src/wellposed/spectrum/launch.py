@@ -14,7 +14,9 @@ class Launch:
 
     One of these is for tensors of one device and of the same types, shapes and strides. All that Triton looks at is the
     same then, but for whether a tensor starts at a multiple of 16 bytes: where one does not, Triton is asked. Tensors
-    that are given by a descriptor come before the others; they always do, and may be of any shape.
+    that are given by a descriptor always start at such a multiple, and may be of any shape; they come first.
+
+    A kept launch does without the kernel's `pre_run_hooks` and Triton's check that no global variable has changed.
 
     Args:
         kernel: made by triton.jit.
@@ -45,7 +47,8 @@ class Launch:
             self._by_triton(described + tensors, factors)
         elif self._found is None:
             found = self._by_triton(described + tensors, factors)
-            self._found = None if found is None else found[self.grid]  # Triton's interpreter has none
+            # Triton's interpreter finds none. Found[...] would not do for what is still being compiled.
+            self._found = None if found is None else found.__getitem__(self.grid)
         else:
             self._found(*described, *tensors, *factors, *self._always)
 
