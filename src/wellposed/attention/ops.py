@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from wellposed.attention.eager import eager_attention
 from wellposed.attention.linear import keys_seen, linear_attention
 from wellposed.errors import UnsuitableModelError
-from wellposed.spectrum.direct import direct
+from wellposed.spectrum.direct import direct, filled
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU."""
@@ -159,26 +159,9 @@ def _gradients(
     return dq if for_q else None, dk, dv, dscale
 
 
-@torch.library.custom_op("wellposed::elementwise_attention_backward", mutates_args=())
-def _attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    counts: Tensor | None,
-    head_scale: Tensor | None,
-    phi: str,
-    scale: float | None,
-    logit_scale: float,
-    causal: bool,
-    for_q: bool,
-    for_kv: bool,
-    for_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients as an operation has to return them: with no entries where one is not asked for."""
-    given = _gradients(*(do, q, k, v, counts, head_scale, phi, scale, logit_scale, causal, for_q, for_kv, for_scale))
-    dq, dk, dv, dscale = (q.new_empty(0) if each is None else each for each in given)
-    return dq, dk, dv, dscale
+_attention_backward = torch.library.custom_op(
+    "wellposed::elementwise_attention_backward", filled(_gradients), mutates_args=()
+)
 
 
 @_attention_backward.register_fake

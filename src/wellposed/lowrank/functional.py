@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from wellposed.errors import InvalidArgumentError, UnsuitableModelError
 from wellposed.lowrank.eager import sine_delta
 from wellposed.lowrank.passes import factor_gradients, sine_weights
-from wellposed.spectrum.direct import direct
+from wellposed.spectrum.direct import direct, filled
 from wellposed.spectrum.modes import within_transform
 
 
@@ -164,23 +164,7 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-@torch.library.custom_op("wellposed::sine_linear_backward", mutates_args=())
-def _sine_linear_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight0: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    omega: float,
-    scale: float,
-    for_x: bool,
-    for_weight0: bool,
-    for_factors: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients as an operation has to return them: with no entries where one is not asked for."""
-    given = _gradients(dy, x, weight0, a, b, omega, scale, for_x, for_weight0, for_factors)
-    dx, dweight0, da, db = (dy.new_empty(0) if each is None else each for each in given)
-    return dx, dweight0, da, db
+_sine_linear_backward = torch.library.custom_op("wellposed::sine_linear_backward", filled(_gradients), mutates_args=())
 
 
 @_sine_linear_backward.register_fake

@@ -4,9 +4,10 @@ torch.compile, autocast and FSDP see an operation of torch.library as one, with 
 the host time at every call: on plain tensors outside of torch.compile the functions behind it are called as they are.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -65,3 +66,18 @@ def direct(
         return output
 
     return call
+
+
+def filled(gradients: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of tensors as an operation of torch.library has to be, which cannot return None.
+
+    Where `gradients` returns None the result has a tensor without entries, on the device of the first argument.
+    """
+
+    def operation(*given: Any) -> tuple[Tensor, ...]:
+        return tuple(given[0].new_empty(0) if each is None else each for each in gradients(*given))
+
+    signature = inspect.signature(gradients)
+    returned = (Tensor,) * len(get_args(signature.return_annotation))
+    operation.__signature__ = signature.replace(return_annotation=tuple[returned])  # type: ignore[attr-defined, valid-type]
+    return operation
