@@ -8,7 +8,7 @@ Shapes: B inputs, H heads of queries, K of keys and values, N queries, M keys, h
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from wellposed.attention.kernels_backward import keys_kernel, queries_kernel
 from wellposed.attention.kernels_forward import forward_kernel
 from wellposed.attention.kernels_settings import Problem, Setting, setting_of
 from wellposed.attention.kernels_tiles import INTERPRETED, SHORT, Kernel, Tiles, candidates
-from wellposed.spectrum.launch import Launch
+from wellposed.spectrum.launch import Launch, on
 
 _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "queries": queries_kernel, "keys": keys_kernel}
 _described: dict[tuple[Any, ...], TensorDescriptor] = {}
@@ -122,7 +122,7 @@ def _run(
     if triton.knobs.runtime.interpret:
         launch(INTERPRETED)
         return
-    with _on(device):
+    with on(device):
         if kernel in _chosen:
             launch(_chosen[kernel])
             return
@@ -196,8 +196,3 @@ def aligned(x: Tensor) -> Tensor:
 def _steps_fit(sizes: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
     outer = [stride for size, stride in zip(sizes[:-1], strides[:-1], strict=True) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in outer)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if here else torch.cuda.device(device)

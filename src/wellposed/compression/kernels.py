@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wellposed.compression.packed import PackedTensor
-from wellposed.lowrank.kernels import _CUT_BITS, _HIGH, _WIDE, _cdiv, _chunk, _on, _put, _wave
+from wellposed.lowrank.kernels import _CUT_BITS, _HIGH, _WIDE, _cdiv, _chunk, _put, _wave
+from wellposed.spectrum.launch import on
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _BLOCK = 1024
@@ -50,7 +51,7 @@ def packed_weight(
     chunk = _chunk(r)
     base = out if weight0 is None else weight0
     b_places = (1, rows) if b.by_column else (r, 1)
-    with _on(out):
+    with on(out.device):
         _packed_weight_kernel[(_cdiv(rows, _HIGH), _cdiv(cols, _WIDE))](
             base, a.codes, a.codebooks, b.codes, b.codebooks, out,
             rows, cols, r, *base.stride(), *b_places, len(a.codes), len(b.codes), _book_step(a), _book_step(b),
@@ -67,7 +68,7 @@ def packed_weight(
 def unpacked(codes: Tensor, codebooks: Tensor, exponents: Tensor, bits: int, each: int, dtype: torch.dtype) -> Tensor:
     """The values, (codebooks, each), of codes that follow one another, `each` of them to a codebook * 2^exponent."""
     values = torch.empty(len(codebooks), each, dtype=dtype, device=codes.device)
-    with _on(codes):
+    with on(codes.device):
         _unpack_kernel[(_cdiv(values.numel(), _BLOCK),)](
             codes, codebooks, exponents, values, values.numel(), each, len(codes),
             BITS=bits, TYPE=_TYPES[dtype], BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,

@@ -19,17 +19,15 @@ Shapes: O out, I in, r rank.
 # A kernel's arguments have no Python types.
 # mypy: disable-error-code="import-untyped, no-untyped-def"
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import pi
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wellposed.spectrum.launch import Launch
+from wellposed.spectrum.launch import Launch, on
 
 _CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """The bits that float32 has more in its fraction."""
@@ -39,7 +37,6 @@ _HIGH, _WIDE, _NARROW = 128, 64, 32
 """Rows of a block, columns of a block of the weight, and of one of dy^T x, of which more has to fit into registers."""
 _AT_A_TIME = 264
 """Programs that run side by side on a large GPU: two on each of 132 multiprocessors."""
-_HERE = nullcontext()
 
 
 def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scale: float, dtype: torch.dtype) -> Tensor:
@@ -56,7 +53,7 @@ def sine_weight(weight0: Tensor | None, a: Tensor, b: Tensor, omega: float, scal
         a.device, weight0 is not None, base.dtype, a.dtype, b.dtype, dtype,
         rows, cols, r, *base.stride(), *a.stride(), *b.stride(),
     )  # fmt: skip
-    with _on(a):
+    with on(a.device):
         launch((base, a, b, weight_OI), omega / pi, float(scale))
     return weight_OI
 
@@ -100,7 +97,7 @@ def _gradients(
     blocks, splits, _ = launch.grid
     lefts = torch.empty((splits, r, rows) if turned else (splits, rows, r), dtype=torch.float32, device=device)
     rights = torch.empty((blocks, r, cols), dtype=torch.float32, device=device) if both else lefts
-    with _on(p):
+    with on(device):
         launch((p, left, right, lefts, rights), omega / pi, float(omega * scale))
     return lefts.sum(0), rights.sum(0) if both else rights
 
@@ -160,12 +157,6 @@ def _chunk(r: int) -> int:
 def _precision(*factors: torch.dtype) -> str:
     """The cheapest product of such factors that is exact to float32: 16-bit numbers are TF32 numbers already."""
     return "tf32x3" if torch.float32 in factors else "tf32"
-
-
-def _on(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels start on the current device, which need not be that of `x`."""
-    here = x.device.type != "cuda" or x.device.index == torch.cuda.current_device()
-    return _HERE if here else torch.cuda.device_of(x)
 
 
 def _cdiv(a: int, b: int) -> int:

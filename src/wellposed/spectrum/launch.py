@@ -4,9 +4,19 @@ At every launch Triton looks at every argument, to find what it has compiled for
 launch spends in Python. Here what it has found is kept.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_HERE = nullcontext()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Within this kernels start on `device`; otherwise on the current one, whatever tensors they are given."""
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(device)
 
 
 class Launch:
