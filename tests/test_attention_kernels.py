@@ -8,9 +8,9 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wellposed.attention import ops
 from wellposed.attention.eager import eager_attention
-from wellposed.attention.kernels_tiles import candidates
+from wellposed.attention.kernels_tiles import INTERPRETED, Kernel, Span, candidates, span_of
 from wellposed.attention.ops import elementwise_attention
 from wellposed.errors import UnsuitableModelError
 
@@ -391,13 +391,43 @@ def test_fsdp_and_autocast(process_group: None) -> None:
 
 @pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_a_causal_mask_only_changes_which_tiles_come_first(kernel: Any, width: int) -> None:
-    plain, causal = (candidates(kernel, width, single=False, causal=causal) for causal in (False, True))
-    for masked, all_tiles in ((False, plain), (True, causal)):
-        short = candidates(kernel, width, single=False, causal=masked, short=True)
-        assert (set(short), len(short), short[-1]) == (set(all_tiles), len(all_tiles), all_tiles[-1])
-    assert set(plain) == set(causal)
-    assert len(set(plain)) == len(plain)
-    assert plain[-1] == causal[-1] == candidates(kernel, width, single=True, causal=False)[-1], "the smallest is last"
-    changed = {("forward", 64), ("forward", 128), ("queries", 64), ("keys", 128)}
-    assert (plain[0] != causal[0]) == ((kernel, width) in changed)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_span_only_changes_which_tiles_come_first(kernel: Any, width: int, causal: bool) -> None:
+    middle = candidates(kernel, width, single=False, causal=causal, span="middle")
+    assert len(set(middle)) == len(middle)
+    assert causal or not any(tiles.one_loop for tiles in middle)
+    for span in get_args(Span):
+        others = candidates(kernel, width, single=False, causal=causal, span=span)
+        assert (set(others), len(others), others[-1]) == (set(middle), len(middle), middle[-1])
+    assert middle[-1] == candidates(kernel, width, single=True, causal=False, span="middle")[-1], "the smallest is last"
+
+
+def test_spans_of_sequences() -> None:
+    assert [span_of(tokens) for tokens in (1, 256, 257, 8191, 8192)] == ["short", "short", "middle", "middle", "long"]
+    first = [candidates("forward", 64, single=False, causal=True, span=span)[0] for span in get_args(Span)]
+    assert len(set(first)) == 3
+
+
+@with_kernels
+@pytest.mark.skipif(GPU, reason="a GPU has tiles of its own, in test_other_tiles_on_a_gpu")
+@pytest.mark.parametrize("phi", PHIS)
+def test_one_loop_is_as_good_as_two(phi: str) -> None:
+    from wellposed.attention.kernels import with_tiles
+
+    tiles = replace(INTERPRETED, one_loop=True, in_registers=True)
+    for n, m in ((70, 70), (50, 83), (83, 50), (1, 40)):
+        with with_tiles("forward", tiles), with_tiles("queries", tiles):
+            assert_equal_to_definition(case(1, 2, 1, n, m, 16, torch.float32, phi=phi, causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_tiles_on_a_gpu(dtype: torch.dtype, width: int) -> None:
+    from wellposed.attention.kernels import with_tiles
+
+    for kernel in get_args(Kernel):
+        for tiles in candidates(kernel, width, single=False, causal=True, span="middle"):
+            if tiles.one_loop or tiles.in_registers or kernel == "keys":
+                with with_tiles(kernel, tiles):
+                    assert_equal_to_definition(case(1, 2, 1, 300, 331, width, dtype, phi="power3", causal=True))

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from wellposed.attention.kernels_backward import keys_kernel, queries_kernel
 from wellposed.attention.kernels_forward import forward_kernel
 from wellposed.attention.kernels_settings import Problem, Setting, setting_of
-from wellposed.attention.kernels_tiles import INTERPRETED, SHORT, Kernel, Tiles, candidates
+from wellposed.attention.kernels_tiles import INTERPRETED, Kernel, Tiles, candidates, span_of
 from wellposed.spectrum.launch import Launch, on
 
 _KERNELS: dict[Kernel, Any] = {"forward": forward_kernel, "queries": queries_kernel, "keys": keys_kernel}
@@ -120,18 +120,18 @@ def _run(
         kept(read_by_row, *factors, described=described)
 
     if triton.knobs.runtime.interpret:
-        launch(INTERPRETED)
+        launch(_chosen.get(kernel, INTERPRETED))
         return
     with on(device):
         if kernel in _chosen:
             launch(_chosen[kernel])
             return
-        single, short = dtype == torch.float32, max(n, m) <= SHORT
-        key = (kernel, single, short, device, setting.constants)
+        single, span = dtype == torch.float32, span_of(max(n, m))
+        key = (kernel, single, span, device, setting.constants)
         if key in _fitting:
             launch(_fitting[key])
             return
-        for tiles in candidates(kernel, setting.width, single=single, causal=setting.causal, short=short):
+        for tiles in candidates(kernel, setting.width, single=single, causal=setting.causal, span=span):
             try:
                 launch(tiles)
             except OutOfResources:
@@ -152,11 +152,14 @@ def _kept(
     device: torch.device,
 ) -> Launch:
     capped = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    sizes_of_tiles: dict[str, Any] = {"BM": tiles.bm, "BN": tiles.bn}
+    if kernel != "keys":
+        sizes_of_tiles |= {"ONE_LOOP": tiles.one_loop and dict(constants)["CAUSAL"], "IN_REGISTERS": tiles.in_registers}
     return Launch(
         _KERNELS[kernel],
         (programs, 1, 1),
         sizes,
-        {**dict(constants), "BM": tiles.bm, "BN": tiles.bn},
+        {**dict(constants), **sizes_of_tiles},
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=True,

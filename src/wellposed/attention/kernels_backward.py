@@ -18,6 +18,8 @@ import triton.language as tl
 
 from wellposed.attention.kernels_pieces import (
     by_rule,
+    in_registers,
+    key_ranges,
     keys_seen,
     logits,
     phi_and_slope,
@@ -26,6 +28,47 @@ from wellposed.attention.kernels_pieces import (
     tile,
     with_product,
 )
+
+
+@triton.jit
+def _onto_queries(
+    acc,
+    derivative,
+    q,
+    do,
+    k_desc,
+    v_desc,
+    batch,
+    kv_head,
+    own,
+    low,
+    high,
+    all_see,
+    pre,
+    slope,
+    bias,
+    PHI: tl.constexpr,
+    CROSSED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The dQ of one block with keys from `low` to `high` added; CROSSED by the diagonal, those from `all_see` on."""
+    for start in tl.range(low, high, BN):
+        k = tile(k_desc, batch, kv_head, start, BN, D)
+        v = tile(v_desc, batch, kv_head, start, BN, D)
+        s = logits(q, k.T, pre, PRESCALED, PRECISION)
+        dp = product(do, v.T, PRECISION)
+        if CROSSED:  # noqa: SIM102  # known when it is compiled, unlike the other
+            if start >= all_see:
+                dp = tl.where(own >= start + tl.arange(0, BN)[None, :], dp, 0.0)
+        p, ds = phi_and_slope(s, slope, bias, PHI)
+        if PER_HEAD and PHI == "sigmoid":
+            derivative += tl.sum(p * dp, 1)
+        acc = with_product(acc, ds * dp, k, PRECISION)
+    return acc, derivative
 
 
 @triton.jit
@@ -57,6 +100,8 @@ def queries_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     """The dQ of one block of queries, and with PER_HEAD the derivative by each row's factor."""
     blocks = tl.cdiv(n_q, BM)
@@ -72,32 +117,22 @@ def queries_kernel(
             bias = tl.log2(seen)[:, None]
     q = tile(q_desc, batch, head, first, BM, D)
     do = tile(do_desc, batch, head, first, BM, D)
+    if IN_REGISTERS:
+        q = in_registers(q, PRECISION)
+        do = in_registers(do, PRECISION)
     acc = tl.zeros([BM, D], tl.float32)
     derivative = tl.zeros([BM], tl.float32)
-    all_see = n_k
-    if CAUSAL:
-        all_see = tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
-    for start in tl.range(0, all_see, BN):
-        k = tile(k_desc, batch, head // GROUP, start, BN, D)
-        v = tile(v_desc, batch, head // GROUP, start, BN, D)
-        s = logits(q, k.T, pre, PRESCALED, PRECISION)
-        dp = product(do, v.T, PRECISION)
-        p, ds = phi_and_slope(s, slope, bias, PHI)
-        if PER_HEAD and PHI == "sigmoid":
-            derivative += tl.sum(p * dp, 1)
-        acc = with_product(acc, ds * dp, k, PRECISION)
-    if CAUSAL:
-        own = rows[:, None] + (n_k - n_q)
-        for start in tl.range(all_see, tl.minimum(first + BM + n_k - n_q, n_k), BN):
-            k = tile(k_desc, batch, head // GROUP, start, BN, D)
-            v = tile(v_desc, batch, head // GROUP, start, BN, D)
-            s = logits(q, k.T, pre, PRESCALED, PRECISION)
-            dp = product(do, v.T, PRECISION)
-            dp = tl.where(own >= start + tl.arange(0, BN)[None, :], dp, 0.0)
-            p, ds = phi_and_slope(s, slope, bias, PHI)
-            if PER_HEAD and PHI == "sigmoid":
-                derivative += tl.sum(p * dp, 1)
-            acc = with_product(acc, ds * dp, k, PRECISION)
+    own = rows[:, None] + (n_k - n_q)
+    all_see, end = key_ranges(first, n_q, n_k, CAUSAL, BM, BN)
+    acc, derivative = _onto_queries(
+        *(acc, derivative, q, do, k_desc, v_desc, batch, head // GROUP, own, 0, end if ONE_LOOP else all_see, all_see),
+        *(pre, slope, bias, PHI, ONE_LOOP, PER_HEAD, PRESCALED, PRECISION, D, BN),
+    )
+    if CAUSAL and not ONE_LOOP:
+        acc, derivative = _onto_queries(
+            *(acc, derivative, q, do, k_desc, v_desc, batch, head // GROUP, own, all_see, end, all_see),
+            *(pre, slope, bias, PHI, True, PER_HEAD, PRESCALED, PRECISION, D, BN),
+        )
     weight = factor_slope
     if PER_HEAD:
         if PHI != "sigmoid":
@@ -123,7 +158,7 @@ def _onto_keys(
     head,
     first,
     low,
-    high,
+    crossed,
     n_q,
     n_k,
     weight,
@@ -131,7 +166,7 @@ def _onto_keys(
     slope,
     bias,
     PHI: tl.constexpr,
-    CROSSED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     COUNTED: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -141,8 +176,11 @@ def _onto_keys(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The dK and dV of one block of keys with queries from `low` to `high` added; CROSSED by the diagonal or not."""
-    for start in tl.range(low, high, BM):
+    """The dK and dV of one block of keys with queries from `low` on added; the diagonal crosses those up to `crossed`.
+
+    One loop with a branch in it keeps its loads under way where two loops would start anew.
+    """
+    for start in tl.range(low, n_q, BM):
         q = tile(q_desc, batch, head, start, BM, D)
         do = tile(do_desc, batch, head, start, BM, D)
         rows = start + tl.arange(0, BM)
@@ -162,10 +200,11 @@ def _onto_keys(
             p_t *= rule
             ds_t *= rule
         ds_t *= dp_t
-        if CROSSED:
-            visible = rows[None, :] + (n_k - n_q) >= first + tl.arange(0, BN)[:, None]
-            p_t = tl.where(visible, p_t, 0.0)
-            ds_t = tl.where(visible, ds_t, 0.0)
+        if CAUSAL:  # noqa: SIM102  # known when it is compiled, unlike the other
+            if start < crossed:
+                visible = rows[None, :] + (n_k - n_q) >= first + tl.arange(0, BN)[:, None]
+                p_t = tl.where(visible, p_t, 0.0)
+                ds_t = tl.where(visible, ds_t, 0.0)
         dv = with_product(dv, p_t, do, PRECISION)
         dk = with_product(dk, ds_t, q, PRECISION)
     return dk, dv
@@ -215,22 +254,16 @@ def keys_kernel(
     crossed = 0
     if CAUSAL:
         low = tl.maximum(first - (n_k - n_q), 0) // BM * BM
-        crossed = tl.cdiv(tl.maximum(first + BN - 1 - (n_k - n_q), 0), BM) * BM
+        crossed = tl.maximum(first + BN - 1 - (n_k - n_q), 0)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         weight = 1.0
         if PER_HEAD:
             weight = tl.load(head_scale + head)
-        if CAUSAL:
-            dk, dv = _onto_keys(
-                *(dk, dv, k, v, q_desc, do_desc, counts, batch, head, first),
-                *(low, tl.minimum(crossed, n_q), n_q, n_k, weight, pre, slope, bias),
-                *(PHI, True, COUNTED, PER_ROW, PER_HEAD, PRESCALED, PRECISION, D, BM, BN),
-            )
         dk, dv = _onto_keys(
             *(dk, dv, k, v, q_desc, do_desc, counts, batch, head, first),
-            *(crossed, n_q, n_q, n_k, weight, pre, slope, bias),
-            *(PHI, False, COUNTED, PER_ROW, PER_HEAD, PRESCALED, PRECISION, D, BM, BN),
+            *(low, crossed, n_q, n_k, weight, pre, slope, bias),
+            *(PHI, CAUSAL, COUNTED, PER_ROW, PER_HEAD, PRESCALED, PRECISION, D, BM, BN),
         )
     put(dk_desc, batch, kv_head, first, (dk * factor_slope).to(v.dtype), BN, D)
     put(dv_desc, batch, kv_head, first, (dv * factor).to(v.dtype), BN, D)

@@ -9,7 +9,51 @@ Shapes: BM queries and BN keys in a tile, D the width of a head, rounded up.
 import triton
 import triton.language as tl
 
-from wellposed.attention.kernels_pieces import by_rule, keys_seen, logits, phi, put, tile, with_product
+from wellposed.attention.kernels_pieces import (
+    by_rule,
+    in_registers,
+    key_ranges,
+    keys_seen,
+    logits,
+    phi,
+    put,
+    tile,
+    with_product,
+)
+
+
+@triton.jit
+def _over_keys(
+    acc,
+    q,
+    k_desc,
+    v_desc,
+    batch,
+    kv_head,
+    own,
+    low,
+    high,
+    all_see,
+    pre,
+    slope,
+    bias,
+    PHI: tl.constexpr,
+    CROSSED: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The sum with keys from `low` to `high` added; CROSSED by the diagonal, those from `all_see` on, or not."""
+    for start in tl.range(low, high, BN):
+        k = tile(k_desc, batch, kv_head, start, BN, D)
+        v = tile(v_desc, batch, kv_head, start, BN, D)
+        p = phi(logits(q, k.T, pre, PRESCALED, PRECISION), slope, bias, PHI)
+        if CROSSED:  # noqa: SIM102  # known when it is compiled, unlike the other
+            if start >= all_see:
+                p = tl.where(own >= start + tl.arange(0, BN)[None, :], p, 0.0)
+        acc = with_product(acc, p, v, PRECISION)
+    return acc
 
 
 @triton.jit
@@ -38,6 +82,8 @@ def forward_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     """One block of queries of one head; the blocks that see the most keys come first."""
     blocks = tl.cdiv(n_q, BM)
@@ -55,23 +101,20 @@ def forward_kernel(
         if PHI == "sigmoid":
             bias = tl.log2(seen)[:, None]
     q = tile(q_desc, batch, head, first, BM, D)
+    if IN_REGISTERS:
+        q = in_registers(q, PRECISION)
     acc = tl.zeros([BM, D], tl.float32)
-    all_see = n_k
-    if CAUSAL:
-        all_see = tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN
-    for start in tl.range(0, all_see, BN):
-        k = tile(k_desc, batch, head // GROUP, start, BN, D)
-        v = tile(v_desc, batch, head // GROUP, start, BN, D)
-        p = phi(logits(q, k.T, pre, PRESCALED, PRECISION), slope, bias, PHI)
-        acc = with_product(acc, p, v, PRECISION)
-    if CAUSAL:
-        own = rows[:, None] + (n_k - n_q)
-        for start in tl.range(all_see, tl.minimum(first + BM + n_k - n_q, n_k), BN):
-            k = tile(k_desc, batch, head // GROUP, start, BN, D)
-            v = tile(v_desc, batch, head // GROUP, start, BN, D)
-            p = phi(logits(q, k.T, pre, PRESCALED, PRECISION), slope, bias, PHI)
-            p = tl.where(own >= start + tl.arange(0, BN)[None, :], p, 0.0)
-            acc = with_product(acc, p, v, PRECISION)
+    own = rows[:, None] + (n_k - n_q)
+    all_see, end = key_ranges(first, n_q, n_k, CAUSAL, BM, BN)
+    acc = _over_keys(
+        *(acc, q, k_desc, v_desc, batch, head // GROUP, own, 0, end if ONE_LOOP else all_see, all_see),
+        *(pre, slope, bias, PHI, ONE_LOOP, PRESCALED, PRECISION, D, BN),
+    )
+    if CAUSAL and not ONE_LOOP:
+        acc = _over_keys(
+            *(acc, q, k_desc, v_desc, batch, head // GROUP, own, all_see, end, all_see),
+            *(pre, slope, bias, PHI, True, PRESCALED, PRECISION, D, BN),
+        )
     if PER_ROW and PHI != "sigmoid":
         acc *= by_rule(seen, PHI)[:, None]
     put(o_desc, batch, head, first, (acc * weight).to(q.dtype), BM, D)

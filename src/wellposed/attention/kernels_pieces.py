@@ -24,6 +24,15 @@ def put(descriptor, batch, head, start, values, ROWS: tl.constexpr, D: tl.conste
 
 
 @triton.jit
+def in_registers(x, PRECISION: tl.constexpr):
+    """The same values, of 16 bits, where a product reads them from registers rather than from shared memory."""
+    if PRECISION == "interpreted":
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """The product a b in float32. The interpreter would take the bits of a bfloat16 for an integer."""
     if PRECISION == "interpreted":
@@ -58,6 +67,15 @@ def keys_seen(counts, rows, n_q, n_k, COUNTED: tl.constexpr):
     else:
         seen = (rows + (1 + n_k - n_q)).to(tl.float32)
     return tl.maximum(seen, 1.0)
+
+
+@triton.jit
+def key_ranges(first, n_q, n_k, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Up to which key all queries of the block at `first` see whole tiles, and up to which any of them sees one."""
+    if CAUSAL:
+        return tl.maximum(first + 1 + n_k - n_q, 0) // BN * BN, tl.minimum(first + BM + n_k - n_q, n_k)
+    else:
+        return n_k, n_k
 
 
 @triton.jit

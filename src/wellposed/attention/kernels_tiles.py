@@ -24,10 +24,21 @@ class Tiles:
     """Tiles on their way from memory at a time."""
     registers: int | None = None
     """The most that a thread may have, where fewer let another program run beside this one."""
+    one_loop: bool = False
+    """Under a causal mask: a branch in one loop, rather than a second loop along the diagonal that has to wait for its
+    first keys. The keys kernel always does it so.
+    """
+    in_registers: bool = False
+    """The queries' own block is kept in registers; shared memory may then have room for another program."""
 
     def __str__(self) -> str:
-        capped = "" if self.registers is None else f", {self.registers} registers"
-        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}"
+        further = {
+            f"{self.registers} registers": self.registers is not None,
+            "one loop": self.one_loop,
+            "in registers": self.in_registers,
+        }
+        parts = [f"{self.bm} x {self.bn}", f"{self.warps} warps", f"{self.stages} stages"]
+        return ", ".join(parts + [name for name, holds in further.items() if holds])
 
 
 INTERPRETED = Tiles(32, 16, 4, 1)
@@ -39,6 +50,8 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 128, 4, 3)),
         *(Tiles(64, 128, 4, 2), Tiles(128, 64, 4, 3, 168), Tiles(128, 64, 8, 4), Tiles(128, 64, 4, 2)),
         *(Tiles(128, 32, 4, 3, 128), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
+        *(Tiles(64, 64, 4, 3, one_loop=True, in_registers=True), Tiles(64, 64, 4, 3, one_loop=True)),
+        *(Tiles(64, 64, 4, 3, in_registers=True), Tiles(64, 32, 4, 3, one_loop=True)),
     ),
     ("forward", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2)),
@@ -51,7 +64,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ),
     ("queries", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
-        *(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)),
+        *(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(128, 64, 8, 3, one_loop=True)),
     ),
     ("keys", 32): (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2)),
     ("keys", 64): (
@@ -63,23 +76,26 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
         *(Tiles(64, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2)),
     ),
 }
-_CAUSAL: dict[tuple[Kernel, int], Tiles] = {
-    ("forward", 64): Tiles(64, 64, 4, 3),
-    ("forward", 128): Tiles(64, 64, 4, 3),
-    ("queries", 64): Tiles(64, 64, 4, 3),
-    ("keys", 128): Tiles(64, 64, 4, 2),
+Span = Literal["short", "middle", "long"]
+"""Of a sequence: up to 256 tokens, or from 8192 on, or between."""
+_FIRST: dict[tuple[Kernel, int, bool, Span], Tiles] = {
+    ("forward", 64, False, "short"): Tiles(128, 32, 4, 3, 128),
+    ("keys", 64, False, "short"): Tiles(32, 128, 4, 3),
+    ("forward", 64, True, "short"): Tiles(64, 32, 4, 3, one_loop=True),
+    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True, in_registers=True),
+    ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
+    ("forward", 128, True, "middle"): Tiles(64, 64, 4, 3),
+    ("queries", 64, True, "short"): Tiles(64, 64, 4, 2),
+    ("queries", 64, True, "middle"): Tiles(64, 64, 4, 3),
+    ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
+    ("keys", 64, True, "short"): Tiles(32, 64, 4, 2),
+    ("keys", 64, True, "middle"): Tiles(64, 64, 4, 3, 168),
+    ("keys", 64, True, "long"): Tiles(64, 64, 4, 3),
+    ("keys", 128, True, "middle"): Tiles(64, 64, 4, 2),
 }
-"""The first among them under a causal mask, where small tiles waste less on the diagonal."""
-SHORT = 256
-"""Up to so many tokens a sequence is short."""
-_SHORT: dict[tuple[Kernel, int, bool], Tiles] = {
-    ("forward", 64, False): Tiles(128, 32, 4, 3, 128),
-    ("forward", 64, True): Tiles(64, 32, 4, 3),
-    ("queries", 64, True): Tiles(64, 64, 4, 2),
-    ("keys", 64, False): Tiles(32, 128, 4, 3),
-    ("keys", 64, True): Tiles(32, 64, 4, 2),
-}
-"""The first among them for a short sequence, with a causal mask or without."""
+"""The first among them with a causal mask or without, by span: small tiles waste less on the diagonal. Where a span has
+none that of the middle is taken, and where that has none the first of all.
+"""
 _SINGLE: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 32): Tiles(64, 64, 4, 2),
     ("forward", 64): Tiles(64, 32, 4, 2),
@@ -99,7 +115,12 @@ WIDTHS = (32, 64, 128)
 """Of heads, for which there are tiles; others are rounded up."""
 
 
-def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, short: bool = False) -> tuple[Tiles, ...]:
+def span_of(tokens: int) -> Span:
+    """That of a sequence, the longer of queries and keys."""
+    return "short" if tokens <= 256 else "long" if tokens >= 8192 else "middle"
+
+
+def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, span: Span) -> tuple[Tiles, ...]:
     """What may be used for heads so wide, the best first; later ones need less of the device.
 
     Args:
@@ -107,11 +128,11 @@ def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, short:
         width: one of WIDTHS.
         single: for float32; otherwise for bfloat16 and float16.
         causal: with a causal mask.
-        short: for at most SHORT queries and keys.
+        span: how long the sequences are.
     """
     if single:
         return _SINGLE[kernel, width], _SMALLEST
-    all_tiles = _HALF[kernel, width]
-    best = _CAUSAL.get((kernel, width), all_tiles[0]) if causal else all_tiles[0]
-    best = _SHORT.get((kernel, width, causal), best) if short else best
+    all_tiles = [tiles for tiles in _HALF[kernel, width] if causal or not tiles.one_loop]
+    firsts = (_FIRST.get((kernel, width, causal, each)) for each in (span, "middle"))
+    best = next((tiles for tiles in firsts if tiles is not None), all_tiles[0])
     return (best, *(tiles for tiles in all_tiles if tiles != best), _SMALLEST)

@@ -122,7 +122,7 @@ class AttentionBench:
 
         from wellposed.attention import kernels
         from wellposed.attention.kernels_settings import Problem
-        from wellposed.attention.kernels_tiles import SHORT, WIDTHS, candidates
+        from wellposed.attention.kernels_tiles import WIDTHS, candidates, span_of
 
         q, k, v, do = (x.detach() for x in _tensors(shape, device))
         problem = Problem("power3", shape[-1] ** -0.5, None, None, causal, None)
@@ -138,8 +138,7 @@ class AttentionBench:
         width = next(width for width in WIDTHS if width >= shape[-1])
         for kernel, (products, work) in works.items():
             times = {}
-            short = shape[2] <= SHORT
-            for tiles in candidates(kernel, width, single=False, causal=causal, short=short):
+            for tiles in candidates(kernel, width, single=False, causal=causal, span=span_of(shape[2])):
                 try:
                     with kernels.with_tiles(kernel, tiles):
                         times[tiles], _ = self._seconds(work, device)
