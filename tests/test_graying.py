@@ -13,7 +13,8 @@ from wellposed.bench.graying import gray_by_svd
 from wellposed.cli import main
 from wellposed.errors import InvalidArgumentError
 from wellposed.graying import spectral
-from wellposed.graying.cosine import dct2, inverse_dct2
+from wellposed.graying.cosine import dct2, gray_by_cosines, inverse_dct2
+from wellposed.graying.products import gray_by_products
 from wellposed.graying.rational import floored_power
 from wellposed.spectrum import extremes
 
@@ -248,6 +249,38 @@ def test_the_baseline_of_the_benchmark_is_the_definition() -> None:
 def test_on_a_gpu(kind: str) -> None:
     X = matrices(4, 196, 768, decades=3).float()
     torch.testing.assert_close(wp.gray(X.cuda(), kind).cpu(), wp.gray(X, kind), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_products_of_float16_are_as_good_as_bfloat16(scale: float) -> None:
+    X = (scale * matrices(3, 49, 96, decades=2)).float().requires_grad_()
+    above = torch.randn(X.shape, generator=torch.Generator().manual_seed(1))
+    ours, right = gray_by_products(X, 0.95, 1e-6), gray_by_cosines(X.double(), 0.95, 1e-6)
+    assert (ours - right).norm() < 2e-3 * right.norm()
+    gradients = [torch.autograd.grad((y / scale * above.to(y.dtype)).sum(), X)[0] for y in (ours, right)]
+    assert (gradients[0] - gradients[1]).norm() < 2e-2 * gradients[1].norm()
+
+
+def test_products_of_float16_with_zeros_alone_and_under_vmap() -> None:
+    X = matrices(3, 6, 9, decades=1).float()
+    X[1] = 0
+    grayed = gray_by_products(X, 0.95, 1e-6)
+    assert grayed[1].eq(0).all()
+    assert torch.equal(grayed[2], gray_by_products(X[2], 0.95, 1e-6))
+    torch.testing.assert_close(torch.func.vmap(lambda one: gray_by_products(one, 0.95, 1e-6))(X), grayed)
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu() -> None:
+    X = matrices(4, 196, 768, decades=3).float().cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        rough, precise = wp.gray(X, "dct"), wp.gray(X, "dct", 0.5)
+    assert torch.equal(rough, gray_by_products(X, 0.95, 1e-6))
+    assert torch.equal(precise, wp.gray(X, "dct", 0.5))
+    assert not torch.equal(rough, wp.gray(X, "dct"))
+    torch.testing.assert_close(
+        wp.gray(X.bfloat16(), "dct").float(), wp.gray(X, "dct"), rtol=0, atol=0.02 * float(X.abs().max())
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-170, 1e155])

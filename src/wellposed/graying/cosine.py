@@ -1,7 +1,7 @@
 """DCT graying: X^ = D X D^T, each coefficient x becomes x (|x| / max|x|)^(eps - 1), and back.
 
 D is the orthonormal cosine transform, here by FFT: as a product with D itself it would take 148 GFLOP for 256 images of
-196 x 768, several milliseconds of float32 on a GPU, and TF32 would spoil it.
+196 x 768, several milliseconds of float32 on a GPU. Where less precision will do, see `graying/products.py`.
 """
 
 from math import pi, sqrt
@@ -18,12 +18,20 @@ def gray_by_cosines(x_BND: Tensor, eps: float, tol: float) -> Tensor:
     the gradient finite at 0.
     """
     coefficients_BND = dct2(x_BND)
-    sizes_BND = coefficients_BND.abs()
-    largest = sizes_BND.amax((-2, -1), keepdim=True)
-    shares_BND = sizes_BND / largest.where(largest > 0, 1.0)
+    return inverse_dct2(raised(coefficients_BND, largest_of(coefficients_BND), eps, tol))
+
+
+def largest_of(x_BND: Tensor) -> Tensor:
+    """The largest size of an entry of each matrix, (..., 1, 1), or 1 where there are only zeros."""
+    largest = x_BND.abs().amax((-2, -1), keepdim=True)
+    return largest.where(largest > 0, 1.0)
+
+
+def raised(coefficients_BND: Tensor, largest: Tensor, eps: float, tol: float) -> Tensor:
+    """Each coefficient c as c max(|c| / largest, tol)^(eps - 1)."""
+    shares_BND = coefficients_BND.abs() / largest
     # A power by exp2 and log2 is a few instructions on a GPU, and a compiler may work it out for each of its four uses.
-    factors_BND = torch.exp2((eps - 1) * torch.log2(shares_BND.clamp(min=tol)))
-    return inverse_dct2(coefficients_BND * factors_BND)
+    return coefficients_BND * torch.exp2((eps - 1) * torch.log2(shares_BND.clamp(min=tol)))
 
 
 def dct2(x: Tensor) -> Tensor:
@@ -87,7 +95,7 @@ class _InverseTransform(torch.autograd.Function):
         back_real, back_imaginary = _product(torch.stack([real, -imaginary], -1), _turns(n, m, c)[:n])
         spectrum = torch.view_as_complex(torch.stack([back_real, -back_imaginary], -1))
         v = torch.fft.irfft2(spectrum, (n, m), norm="forward")
-        rows, columns = (_folded(size, c.device).argsort() for size in (n, m))
+        rows, columns = (_unfolded(size, c.device) for size in (n, m))
         return v[..., rows[:, None], columns]
 
     @staticmethod
@@ -103,6 +111,12 @@ def _folded(n: int, device: torch.device) -> Tensor:
     """The even ones of n numbers, followed by the odd ones in reverse."""
     i = torch.arange(n, device=device)
     return torch.where(2 * i < n, 2 * i, 2 * (n - i) - 1)
+
+
+def _unfolded(n: int, device: torch.device) -> Tensor:
+    """Where `_folded` puts each of n numbers."""
+    i = torch.arange(n, device=device)
+    return torch.where(i % 2 == 0, i // 2, n - 1 - i // 2)
 
 
 def _turns(n: int, m: int, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.graying.cosine import gray_by_cosines
+from wellposed.graying.products import gray_by_products
 from wellposed.graying.rational import FLOORS, Rational, floored_power
 from wellposed.graying.spectral import gray_by_fractions
 from wellposed.spectrum.modes import within_transform
@@ -34,7 +35,10 @@ class Graying:
     """How the SVD's kind computes its power; it follows from eps and tol."""
 
     def __call__(self, x_BND: Tensor) -> Tensor:
-        """Gray each matrix, in float32 or better, whatever autocast says; the result has the dtype of `x_BND`."""
+        """Gray each matrix; the result has the dtype of `x_BND`.
+
+        In float32 or better whatever autocast says, but for the DCT where the result is rounded to bfloat16.
+        """
         if self.eps < 1 and _can_be_read(x_BND) and not x_BND.isfinite().all():
             raise InvalidArgumentError("what is to be grayed holds NaN or Inf: find out where they come from")
         return _grayed(x_BND, self.eps, self.tol, self.power)
@@ -53,7 +57,8 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
 
     Args:
         X: matrices (..., n, d) of any floating-point type, which the result has too; computed in float64 for "svd",
-            in float32 or better for "dct".
+            in float32 or better for "dct". On a GPU, where bfloat16 is given or autocast will round to it, and no
+            coefficient more than doubles, "dct" has the precision of bfloat16.
         kind: "svd" or "dct".
         eps: the power, in (0, 1]; 1 returns `X` itself. The paper's if None: 0.7 for "svd", 0.95 for "dct".
         tol: the floor, as a share of the largest: from 0.001 to 0.01 for "svd", 0.001 if None; from 1e-12 to 0.1 for
@@ -82,11 +87,20 @@ def _grayed(x_BND: Tensor, eps: float, tol: float, power: Rational | None) -> Te
     if eps == 1:
         return x_BND
     kind = x_BND.device.type
+    doubled_at_most = tol ** (eps - 1) <= 2  # rounding errors among the small coefficients are raised with them
+    transformed = gray_by_products if doubled_at_most and _ends_in_bfloat16(x_BND) else gray_by_cosines
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         if power is not None:
             return gray_by_fractions(x_BND, power).to(x_BND.dtype)
         precise_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
-        return gray_by_cosines(precise_BND, eps, tol).to(x_BND.dtype)
+        return transformed(precise_BND, eps, tol).to(x_BND.dtype)
+
+
+def _ends_in_bfloat16(x: Tensor) -> bool:
+    """Whether `x`, on a GPU, holds no more than bfloat16 does, or is about to be rounded to it by autocast."""
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return kind == "cuda" and (x.dtype == torch.bfloat16 or (autocast and x.dtype == torch.float32))
 
 
 def _can_be_read(x: Tensor, on: tuple[str, ...] = ("cpu",)) -> bool:
