@@ -152,14 +152,14 @@ def _kept(
     device: torch.device,
 ) -> Launch:
     capped = {} if tiles.registers is None else {"maxnreg": tiles.registers}
-    sizes_of_tiles: dict[str, Any] = {"BM": tiles.bm, "BN": tiles.bn}
+    of_tiles: dict[str, Any] = {"BM": tiles.bm, "BN": tiles.bn}
     if kernel != "keys":
-        sizes_of_tiles |= {"ONE_LOOP": tiles.one_loop and dict(constants)["CAUSAL"], "IN_REGISTERS": tiles.in_registers}
+        of_tiles["ONE_LOOP"] = tiles.one_loop and dict(constants)["CAUSAL"]
     return Launch(
         _KERNELS[kernel],
         (programs, 1, 1),
         sizes,
-        {**dict(constants), **sizes_of_tiles},
+        {**dict(constants), **of_tiles},
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=True,

@@ -28,17 +28,11 @@ class Tiles:
     """Under a causal mask: a branch in one loop, rather than a second loop along the diagonal that has to wait for its
     first keys. The keys kernel always does it so.
     """
-    in_registers: bool = False
-    """The queries' own block is kept in registers; shared memory may then have room for another program."""
 
     def __str__(self) -> str:
-        further = {
-            f"{self.registers} registers": self.registers is not None,
-            "one loop": self.one_loop,
-            "in registers": self.in_registers,
-        }
-        parts = [f"{self.bm} x {self.bn}", f"{self.warps} warps", f"{self.stages} stages"]
-        return ", ".join(parts + [name for name, holds in further.items() if holds])
+        capped = "" if self.registers is None else f", {self.registers} registers"
+        looped = ", one loop" if self.one_loop else ""
+        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}{looped}"
 
 
 INTERPRETED = Tiles(32, 16, 4, 1)
@@ -50,8 +44,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 128, 4, 3)),
         *(Tiles(64, 128, 4, 2), Tiles(128, 64, 4, 3, 168), Tiles(128, 64, 8, 4), Tiles(128, 64, 4, 2)),
         *(Tiles(128, 32, 4, 3, 128), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
-        *(Tiles(64, 64, 4, 3, one_loop=True, in_registers=True), Tiles(64, 64, 4, 3, one_loop=True)),
-        *(Tiles(64, 64, 4, 3, in_registers=True), Tiles(64, 32, 4, 3, one_loop=True)),
+        *(Tiles(64, 64, 4, 3, one_loop=True), Tiles(64, 32, 4, 3, one_loop=True)),
     ),
     ("forward", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2)),
@@ -60,7 +53,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ("queries", 32): (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
     ("queries", 64): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 3), Tiles(64, 128, 4, 2)),
-        *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+        *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 3, one_loop=True)),
     ),
     ("queries", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
@@ -77,20 +70,20 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ),
 }
 Span = Literal["short", "middle", "long"]
-"""Of a sequence: up to 256 tokens, or from 8192 on, or between."""
+"""Of a sequence: up to 256 tokens, or from 2048 on, or between."""
 _FIRST: dict[tuple[Kernel, int, bool, Span], Tiles] = {
     ("forward", 64, False, "short"): Tiles(128, 32, 4, 3, 128),
     ("keys", 64, False, "short"): Tiles(32, 128, 4, 3),
     ("forward", 64, True, "short"): Tiles(64, 32, 4, 3, one_loop=True),
-    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True, in_registers=True),
-    ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
-    ("forward", 128, True, "middle"): Tiles(64, 64, 4, 3),
     ("queries", 64, True, "short"): Tiles(64, 64, 4, 2),
-    ("queries", 64, True, "middle"): Tiles(64, 64, 4, 3),
-    ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
     ("keys", 64, True, "short"): Tiles(32, 64, 4, 2),
+    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
+    ("queries", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
     ("keys", 64, True, "middle"): Tiles(64, 64, 4, 3, 168),
+    ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
+    ("queries", 64, True, "long"): Tiles(64, 64, 4, 3),
     ("keys", 64, True, "long"): Tiles(64, 64, 4, 3),
+    ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
     ("keys", 128, True, "middle"): Tiles(64, 64, 4, 2),
 }
 """The first among them with a causal mask or without, by span: small tiles waste less on the diagonal. Where a span has
@@ -117,7 +110,7 @@ WIDTHS = (32, 64, 128)
 
 def span_of(tokens: int) -> Span:
     """That of a sequence, the longer of queries and keys."""
-    return "short" if tokens <= 256 else "long" if tokens >= 8192 else "middle"
+    return "short" if tokens <= 256 else "long" if tokens >= 2048 else "middle"
 
 
 def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, span: Span) -> tuple[Tiles, ...]:
