@@ -22,7 +22,6 @@ def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[0] for row in rows] == [
         "plain torch + torchvision",
         "its step alone",
-        "its views alone",
         "wellposed pretrain",
         "wellposed pretrain, no skips",
         "our views alone",
