@@ -32,7 +32,7 @@ from wellposed.bench.table import Table
 from wellposed.errors import DivergedError, InvalidArgumentError
 from wellposed.evaluation.classification.command import KnnConfig
 from wellposed.evaluation.curves import Curve, draw_curves
-from wellposed.evaluation.discovery.command import DiscoverConfig
+from wellposed.evaluation.discovery.command import DiscoverConfig, DiscoverResult
 from wellposed.evaluation.pictures.command import PcaConfig
 from wellposed.evaluation.segmentation.command import SegmentConfig
 from wellposed.runs import device_named, provenance, write_json
@@ -94,7 +94,7 @@ def main(evidence: Evidence) -> Path:
     for name in alive:
         run = evidence.out / name
         for what, ask in _questions(evidence, str(run)).items():
-            numbers.once(name, what, lambda ask=ask: dict(ask.run().values))
+            numbers.once(name, what, lambda ask=ask: _answer(ask.run()))
         for what, ask in _through(evidence, run).items():
             curves.setdefault(what, {})[name] = ask.run()
     facts = provenance(device_named(evidence.device), seed=evidence.seed)
@@ -161,6 +161,14 @@ def _questions(evidence: Evidence, run: str) -> dict[str, Any]:
     return asked
 
 
+def _answer(result: Any) -> dict[str, float]:
+    """What each block knows; and for boxes, what one knows without having looked."""
+    known = {name.rpartition(" ")[2]: value for name, value in result.values.items()}
+    if isinstance(result, DiscoverResult):
+        known |= {"the whole picture": result.whole_picture, "its middle": result.middle}
+    return known
+
+
 def _through(evidence: Evidence, run: Path) -> dict[str, Any]:
     """What the last block of every checkpoint is asked."""
     shared = {"checkpoints": run, "device": evidence.device}
@@ -196,12 +204,13 @@ def _tables(evidence: Evidence, known: dict[str, dict[str, dict[str, Any]]], fac
     alive = [name for name in evidence.models if "seconds" in known[name]["run"]]
     measures = [what for what in (known[alive[0]] if alive else ()) if what != "run"]
     for what in measures:
-        by_model = {name: list(known[name][what].values()) for name in alive}
+        by_model = {name: known[name][what] for name in alive}
         rows = [
-            (str(block), *(f"{100 * value:.1f}" for value in values))
-            for block, values in enumerate(zip(*by_model.values(), strict=True))
+            (row, *(f"{100 * values[row]:.1f}" for values in by_model.values()))
+            for row in next(iter(by_model.values()))
         ]
-        best = ("best", *(f"{100 * max(values):.1f}" for values in by_model.values()))
+        blocks = [[value for row, value in values.items() if row.isdigit()] for values in by_model.values()]
+        best = ("best block", *(f"{100 * max(values):.1f}" for values in blocks))
         tables.append(Table(f"{what}, %", ("block", *by_model), (*rows, best), {}))
     return tables
 

@@ -72,6 +72,7 @@ def test_from_photographs_to_tables(script: dict[str, Any], pets: Path, tmp_path
         table = text.partition(f"## {what}, %")[2]
         assert f"| block | skip-soap | skipless-soap |\n| --- | --- | --- |\n| 0 | {' | '.join(first)} |" in table
         assert f"| 1 | {' | '.join(last)} |" in table
+        assert ("| the whole picture | " in table.partition("##")[0]) == (what == "CorLoc on pet")
     assert "examples/dino.py" in text
     for file in ("knn-curve/curve.png", "discover-curve/curve.html", "pca-soap/pca.png"):
         assert (tmp_path / "out" / file).stat().st_size > 1000
