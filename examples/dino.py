@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gray-dct-adamw": {"skips": True, "init": "default", "optimizer": "adamw", "gray": "dct"},
 }
 Values = Mapping[str, float]
+UNSEEN = ("the whole picture", "its middle")
+"""Boxes of which one needs to know no more than the size of the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +165,9 @@ def _questions(evidence: Evidence, run: str) -> dict[str, Any]:
 
 def _answer(result: Any) -> dict[str, float]:
     """What each block knows; and for boxes, what one knows without having looked."""
-    known = {name.rpartition(" ")[2]: value for name, value in result.values.items()}
+    known = dict(result.values)
     if isinstance(result, DiscoverResult):
-        known |= {"the whole picture": result.whole_picture, "its middle": result.middle}
+        known |= dict(zip(UNSEEN, (result.whole_picture, result.middle), strict=True))
     return known
 
 
@@ -205,11 +207,14 @@ def _tables(evidence: Evidence, known: dict[str, dict[str, dict[str, Any]]], fac
     measures = [what for what in (known[alive[0]] if alive else ()) if what != "run"]
     for what in measures:
         by_model = {name: known[name][what] for name in alive}
+        blocks = [[value for row, value in values.items() if row not in UNSEEN] for values in by_model.values()]
         rows = [
-            (row, *(f"{100 * values[row]:.1f}" for values in by_model.values()))
-            for row in next(iter(by_model.values()))
+            (str(block), *(f"{100 * value:.1f}" for value in values))
+            for block, values in enumerate(zip(*blocks, strict=True))
         ]
-        blocks = [[value for row, value in values.items() if row.isdigit()] for values in by_model.values()]
+        for box in UNSEEN:
+            if all(box in values for values in by_model.values()):
+                rows.append((box, *(f"{100 * values[box]:.1f}" for values in by_model.values())))
         best = ("best block", *(f"{100 * max(values):.1f}" for values in blocks))
         tables.append(Table(f"{what}, %", ("block", *by_model), (*rows, best), {}))
     return tables

@@ -114,7 +114,7 @@ def span_of(tokens: int) -> Span:
 
 
 def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, span: Span) -> tuple[Tiles, ...]:
-    """What may be used for heads so wide, the best first; later ones need less of the device.
+    """What may be used for heads so wide, the best first; the last needs least of the device.
 
     Args:
         kernel: which of the three.

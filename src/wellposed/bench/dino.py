@@ -115,7 +115,7 @@ class DinoBench:
         from wellposed.bench.plain_dino import Views, plain_batches, plain_dino_step
         from wellposed.training.dino_models import backbone_arguments
 
-        views = Views(data.images[:256], 3 * self.batch_size * max(workers, self.steps), config)
+        views = Views(data.images[:256], 3 * self.batch_size * self._round(workers), config)
         step = plain_dino_step(config, backbone_arguments(config, data), device, compiled=self.compile)
         sizes = [self.image_size] * config.global_crops + [self.local_size] * self.local_crops
         noise = [torch.randn(self.batch_size, 3, size, size, device=device) for size in sizes]
@@ -159,10 +159,14 @@ class DinoBench:
         return self._rate(lambda: made(images, torch.rand(len(images), crops.columns, device=device)), device)
 
     def _rate_of_stream(self, step: Callable[[], Any], workers: int, device: "torch.device") -> float:
-        """Workers make a batch each and deliver in bursts: two from each of them are timed, after a first."""
-        count = max(workers, self.steps)
+        """Workers make a batch each and deliver in bursts: two windows of whole bursts are timed, after a first."""
+        count = self._round(workers)
         taken = seconds(lambda: [step() for _ in range(count)], device, repeats=2)
         return 2 * count * self.batch_size / sum(taken)
+
+    def _round(self, workers: int) -> int:
+        """At least `steps` batches, as many from each worker."""
+        return max(workers, 1) * -(-self.steps // max(workers, 1))
 
     def _rate(self, step: Callable[[], Any], device: "torch.device") -> float:
         def window() -> None:

@@ -5,6 +5,7 @@ Fourier transform. Matrices are scaled to a largest entry of 1 before: float16 t
 of some 0.001 as long as no coefficient is raised much, about half of what the rounding to bfloat16 adds.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from math import pi, sqrt
 from typing import Any
 
@@ -33,8 +34,9 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(x_BND: Tensor, largest: Tensor, rows_NN: Tensor, columns_DD: Tensor) -> Tensor:
-        halves_BND = (x_BND / largest).half()
-        return (rows_NN @ (halves_BND @ columns_DD.mT)).to(x_BND.dtype) * largest
+        with without_autocast(x_BND):  # here too: a backward pass may be asked for within it
+            halves_BND = (x_BND / largest).half()
+            return (rows_NN @ (halves_BND @ columns_DD.mT)).to(x_BND.dtype) * largest
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -44,6 +46,12 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, gradient_BND: Tensor) -> tuple[Tensor, None, None, None]:
         rows_NN, columns_DD = ctx.saved_tensors
         return _rotated(gradient_BND, largest_of(gradient_BND), rows_NN.mT, columns_DD.mT), None, None, None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within this, products on the device of `x` have the precision of what is multiplied."""
+    kind = x.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def _cosines(n: int, like: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Graying of matrices, whichever way (arXiv 2505.01996, Section 5)."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.graying.cosine import gray_by_cosines
-from wellposed.graying.products import gray_by_products
+from wellposed.graying.products import gray_by_products, without_autocast
 from wellposed.graying.rational import FLOORS, Rational, floored_power
 from wellposed.graying.spectral import gray_by_fractions
 from wellposed.spectrum.modes import within_transform
@@ -86,10 +85,9 @@ def gray(X: Tensor, kind: Kind, eps: float | None = None, *, tol: float | None =
 def _grayed(x_BND: Tensor, eps: float, tol: float, power: Rational | None) -> Tensor:
     if eps == 1:
         return x_BND
-    kind = x_BND.device.type
     doubled_at_most = tol ** (eps - 1) <= 2  # rounding errors among the small coefficients are raised with them
     transformed = gray_by_products if doubled_at_most and _ends_in_bfloat16(x_BND) else gray_by_cosines
-    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+    with without_autocast(x_BND):
         if power is not None:
             return gray_by_fractions(x_BND, power).to(x_BND.dtype)
         precise_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
@@ -98,9 +96,10 @@ def _grayed(x_BND: Tensor, eps: float, tol: float, power: Rational | None) -> Te
 
 def _ends_in_bfloat16(x: Tensor) -> bool:
     """Whether `x`, on a GPU, holds no more than bfloat16 does, or is about to be rounded to it by autocast."""
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return kind == "cuda" and (x.dtype == torch.bfloat16 or (autocast and x.dtype == torch.float32))
+    if x.device.type != "cuda":
+        return False
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    return x.dtype == torch.bfloat16 or (autocast and x.dtype == torch.float32)
 
 
 def _can_be_read(x: Tensor, on: tuple[str, ...] = ("cpu",)) -> bool:
