@@ -414,7 +414,7 @@ def test_spans_of_sequences() -> None:
 def test_one_loop_is_as_good_as_two(phi: str) -> None:
     from wellposed.attention.kernels import with_tiles
 
-    tiles = replace(INTERPRETED, one_loop=True, in_registers=True)
+    tiles = replace(INTERPRETED, one_loop=True)
     for n, m in ((70, 70), (50, 83), (83, 50), (1, 40)):
         with with_tiles("forward", tiles), with_tiles("queries", tiles):
             assert_equal_to_definition(case(1, 2, 1, n, m, 16, torch.float32, phi=phi, causal=True))

@@ -30,8 +30,11 @@ class Tiles:
     """
     in_registers: bool = False
     """The queries' own block is kept in registers; shared memory may then have room for another program. Not with
-    `one_loop` for heads of 64: the compiler (of Triton 3.6) overwrites them there.
+    `one_loop`: across a branch the assembler (Triton 3.6's ptxas) puts other values into these registers.
     """
+
+    def __post_init__(self) -> None:
+        assert not (self.one_loop and self.in_registers)
 
     def __str__(self) -> str:
         capped = "" if self.registers is None else f", {self.registers} registers"
@@ -64,7 +67,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ("queries", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
         *(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(128, 64, 8, 3, one_loop=True)),
-        Tiles(64, 64, 4, 3, one_loop=True, in_registers=True),
+        Tiles(64, 64, 4, 3, in_registers=True),
     ),
     ("keys", 32): (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2)),
     ("keys", 64): (
