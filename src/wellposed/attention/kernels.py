@@ -155,6 +155,7 @@ def _kept(
     of_tiles: dict[str, Any] = {"BM": tiles.bm, "BN": tiles.bn}
     if kernel != "keys":
         of_tiles["ONE_LOOP"] = tiles.one_loop and dict(constants)["CAUSAL"]
+        of_tiles["IN_REGISTERS"] = tiles.in_registers
     return Launch(
         _KERNELS[kernel],
         (programs, 1, 1),

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from wellposed.attention.kernels_pieces import (
     by_rule,
+    in_registers,
     key_ranges,
     keys_seen,
     logits,
@@ -100,6 +101,7 @@ def queries_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     """The dQ of one block of queries, and with PER_HEAD the derivative by each row's factor."""
     blocks = tl.cdiv(n_q, BM)
@@ -115,6 +117,9 @@ def queries_kernel(
             bias = tl.log2(seen)[:, None]
     q = tile(q_desc, batch, head, first, BM, D)
     do = tile(do_desc, batch, head, first, BM, D)
+    if IN_REGISTERS:
+        q = in_registers(q, PRECISION)
+        do = in_registers(do, PRECISION)
     acc = tl.zeros([BM, D], tl.float32)
     derivative = tl.zeros([BM], tl.float32)
     own = rows[:, None] + (n_k - n_q)

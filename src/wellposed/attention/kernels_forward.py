@@ -11,6 +11,7 @@ import triton.language as tl
 
 from wellposed.attention.kernels_pieces import (
     by_rule,
+    in_registers,
     key_ranges,
     keys_seen,
     logits,
@@ -82,6 +83,7 @@ def forward_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
 ):
     """One block of queries of one head; the blocks that see the most keys come first."""
     blocks = tl.cdiv(n_q, BM)
@@ -99,6 +101,8 @@ def forward_kernel(
         if PHI == "sigmoid":
             bias = tl.log2(seen)[:, None]
     q = tile(q_desc, batch, head, first, BM, D)
+    if IN_REGISTERS:
+        q = in_registers(q, PRECISION)
     acc = tl.zeros([BM, D], tl.float32)
     own = rows[:, None] + (n_k - n_q)
     all_see, end = key_ranges(first, n_q, n_k, CAUSAL, BM, BN)

@@ -24,6 +24,15 @@ def put(descriptor, batch, head, start, values, ROWS: tl.constexpr, D: tl.conste
 
 
 @triton.jit
+def in_registers(x, PRECISION: tl.constexpr):
+    """The same values, of 16 bits, where a product reads them from registers rather than from shared memory."""
+    if PRECISION == "interpreted":
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """The product a b in float32. The interpreter would take the bits of a bfloat16 for an integer."""
     if PRECISION == "interpreted":

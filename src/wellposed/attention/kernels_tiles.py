@@ -28,11 +28,19 @@ class Tiles:
     """Under a causal mask: a branch in one loop, rather than a second loop along the diagonal that has to wait for its
     first keys. The keys kernel always does it so.
     """
+    in_registers: bool = False
+    """The queries' own block is kept in registers; shared memory may then have room for another program. Not with
+    `one_loop`: across a branch the assembler (Triton 3.6's ptxas) puts other values into these registers.
+    """
+
+    def __post_init__(self) -> None:
+        assert not (self.one_loop and self.in_registers)
 
     def __str__(self) -> str:
         capped = "" if self.registers is None else f", {self.registers} registers"
         looped = ", one loop" if self.one_loop else ""
-        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}{looped}"
+        kept = ", in registers" if self.in_registers else ""
+        return f"{self.bm} x {self.bn}, {self.warps} warps, {self.stages} stages{capped}{looped}{kept}"
 
 
 INTERPRETED = Tiles(32, 16, 4, 1)
@@ -45,6 +53,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
         *(Tiles(64, 128, 4, 2), Tiles(128, 64, 4, 3, 168), Tiles(128, 64, 8, 4), Tiles(128, 64, 4, 2)),
         *(Tiles(128, 32, 4, 3, 128), Tiles(64, 32, 4, 3), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2)),
         *(Tiles(64, 64, 4, 3, one_loop=True), Tiles(64, 32, 4, 3, one_loop=True)),
+        *(Tiles(64, 64, 4, 3, in_registers=True), Tiles(128, 64, 8, 3, in_registers=True)),
     ),
     ("forward", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2)),
@@ -58,6 +67,7 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ("queries", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
         *(Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(128, 64, 8, 3, one_loop=True)),
+        Tiles(64, 64, 4, 3, in_registers=True),
     ),
     ("keys", 32): (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2)),
     ("keys", 64): (
