@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from wellposed.attention import ops
 from wellposed.attention.eager import eager_attention
-from wellposed.attention.kernels_tiles import INTERPRETED, Kernel, Span, candidates, span_of
+from wellposed.attention.kernels_tiles import INTERPRETED, Kernel, Span, candidates, registers_are_safe, span_of
 from wellposed.attention.ops import elementwise_attention
 from wellposed.errors import UnsuitableModelError
 
@@ -422,14 +423,29 @@ def test_one_loop_is_as_good_as_two(phi: str) -> None:
             assert_equal_to_definition(case(1, 2, 1, n, m, 16, torch.float32, phi=phi, causal=True))
 
 
+@pytest.mark.parametrize(("version", "safe"), [("3.6.1", True), ("3.7.0", False)])
+def test_registers_are_used_where_they_were_seen_right(
+    version: str, safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registers_are_safe.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    for kernel, width in (("forward", 64), ("forward", 128), ("queries", 64), ("queries", 128)):
+        found = candidates(kernel, width, single=False, causal=True, span="middle")
+        assert any(tiles.in_registers for tiles in found) is safe
+    assert found[0].one_loop is not safe
+    registers_are_safe.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_all_tiles_on_a_gpu(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+def test_all_tiles_on_a_gpu(kernel: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from wellposed.attention.kernels import with_tiles
 
-    for kernel in get_args(Kernel):
-        for tiles in candidates(kernel, width, single=False, causal=True, span="middle"):
-            with with_tiles(kernel, tiles):
-                for causal in (False, True):
-                    assert_equal_to_definition(case(1, 2, 1, 300, 331, width, dtype, phi="power3", causal=causal))
+    monkeypatch.setattr("wellposed.attention.kernels_tiles.registers_are_safe", lambda: True)
+    for causal in (False, True):
+        for tiles in candidates(kernel, width, single=False, causal=causal, span="middle"):
+            risky = tiles.in_registers or tiles.one_loop
+            for phi in PHIS if risky else ("power3",):
+                with with_tiles(kernel, tiles):
+                    assert_equal_to_definition(case(1, 2, 1, 300, 331, width, torch.bfloat16, phi=phi, causal=causal))

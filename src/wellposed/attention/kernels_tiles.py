@@ -6,6 +6,7 @@ Fixed rather than found at run time, so that the order of every sum, and with it
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Kernel = Literal["forward", "queries", "keys"]
@@ -30,7 +31,7 @@ class Tiles:
     """
     in_registers: bool = False
     """The queries' own block is kept in registers; shared memory may then have room for another program. Not with
-    `one_loop`: across a branch the assembler (Triton 3.6's ptxas) puts other values into these registers.
+    `one_loop`: across a branch the assembler (Triton 3.6's) puts other values into these registers.
     """
 
     def __post_init__(self) -> None:
@@ -58,11 +59,13 @@ _HALF: dict[tuple[Kernel, int], tuple[Tiles, ...]] = {
     ("forward", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2)),
         *(Tiles(64, 128, 4, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+        Tiles(64, 64, 4, 3, in_registers=True),
     ),
     ("queries", 32): (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
     ("queries", 64): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 3), Tiles(64, 128, 4, 2)),
         *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 3, one_loop=True)),
+        *(Tiles(64, 64, 4, 3, in_registers=True), Tiles(128, 64, 8, 3, in_registers=True)),
     ),
     ("queries", 128): (
         *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
@@ -83,22 +86,31 @@ Span = Literal["short", "middle", "long"]
 """Of a sequence: up to 256 tokens, or from 2048 on, or between."""
 _FIRST: dict[tuple[Kernel, int, bool, Span], Tiles] = {
     ("forward", 64, False, "short"): Tiles(128, 32, 4, 3, 128),
+    ("forward", 64, False, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
+    ("forward", 64, False, "long"): Tiles(128, 64, 8, 3, in_registers=True),
     ("keys", 64, False, "short"): Tiles(32, 128, 4, 3),
     ("forward", 64, True, "short"): Tiles(64, 32, 4, 3, one_loop=True),
     ("queries", 64, True, "short"): Tiles(64, 64, 4, 2),
     ("keys", 64, True, "short"): Tiles(32, 64, 4, 2),
-    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
+    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
     ("queries", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
     ("keys", 64, True, "middle"): Tiles(64, 64, 4, 3, 168),
-    ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
+    ("forward", 64, True, "long"): Tiles(64, 64, 4, 3, in_registers=True),
     ("queries", 64, True, "long"): Tiles(64, 64, 4, 3),
     ("keys", 64, True, "long"): Tiles(64, 64, 4, 3),
-    ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
+    ("forward", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
+    ("queries", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
     ("keys", 128, True, "middle"): Tiles(64, 64, 4, 2),
 }
 """The first among them with a causal mask or without, by span: small tiles waste less on the diagonal. Where a span has
 none that of the middle is taken, and where that has none the first of all.
 """
+_WITHOUT_REGISTERS: dict[tuple[Kernel, int, bool, Span], Tiles] = {
+    ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
+    ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
+    ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
+}
+"""The first where those above may not be used."""
 _SINGLE: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 32): Tiles(64, 64, 4, 2),
     ("forward", 64): Tiles(64, 32, 4, 2),
@@ -135,7 +147,23 @@ def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, span: 
     """
     if single:
         return _SINGLE[kernel, width], _SMALLEST
-    all_tiles = [tiles for tiles in _HALF[kernel, width] if causal or not tiles.one_loop]
-    firsts = (_FIRST.get((kernel, width, causal, each)) for each in (span, "middle"))
-    best = next((tiles for tiles in firsts if tiles is not None), all_tiles[0])
+    all_tiles = [
+        tiles
+        for tiles in _HALF[kernel, width]
+        if (causal or not tiles.one_loop) and (registers_are_safe() or not tiles.in_registers)
+    ]
+    firsts = (
+        table.get((kernel, width, causal, each)) for each in (span, "middle") for table in (_FIRST, _WITHOUT_REGISTERS)
+    )
+    best = next((tiles for tiles in firsts if tiles in all_tiles), all_tiles[0])
     return (best, *(tiles for tiles in all_tiles if tiles != best), _SMALLEST)
+
+
+@cache
+def registers_are_safe() -> bool:
+    """Whether this is the Triton with which tiles in registers were seen to be right on a GPU: 3.6."""
+    try:
+        from triton import __version__  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        return False
+    return bool(__version__.startswith("3.6."))
