@@ -227,8 +227,9 @@ def test_images_go_the_same_way(tmp_path: Path) -> None:
         (["--seeds", "0"], "seeds=0"),
         (["--omega", "9"], "omega / g would differ from layer to layer"),
         (["--rates", "dora", "1e-3"], "rates has dora 0.001: expected a number for one of lora, sine, lora-control"),
-        (["--settings", "r", "3"], "settings has 'r': expected some of betas"),
+        (["--settings", "r", "3"], "settings has 'r': expected some of answers, betas"),
         (["--settings", "max_length", "many"], "max_length='many': expected int"),
+        (["--settings", "answers", "letters"], "answers='letters': expected one of names, texts"),
         (["--data", "nowhere"], "nowhere: expected a .json"),
         (["--data"], "data=(): expected at least one"),
         (["--modality", "vision", "--together", "True", "--settings"], "expected sets of images apart"),
@@ -251,6 +252,11 @@ def test_answers_must_be_judged_somehow(home: Path, tmp_path: Path, capsys: pyte
     assert "open has no choices to tell apart" in capsys.readouterr().err
     assert main(flags(home, tmp_path / "study", "--data", str(home / "letters" / "train.jsonl"))) == 2
     assert "has nothing to test on" in capsys.readouterr().err
+    for part in ("train", "test"):
+        unlisted = {"prompt": "Which? Answer format: answer1/answer2", "completion": "answer1"}
+        data = write_jsonl(tmp_path / "unlisted" / f"{part}.jsonl", [unlisted]).parent
+    assert main(flags(home, tmp_path / "study", "--data", str(data), "--settings", "answers", "texts")) == 2
+    assert "train.jsonl, line 1 lists no option with a text" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_leaves_the_folder_free(

@@ -16,6 +16,7 @@ import torch
 import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from small_language import WORDS, causal_folder, encoder_folder, first_letters, gguf_file, marked_sentences, write_jsonl
 from wellposed.adapters import SineLoraConfig
@@ -32,7 +33,7 @@ from wellposed.spectrum import stable_rank
 from wellposed.training.finetuning.config import LanguageConfig
 from wellposed.training.finetuning.language import finetune_language
 from wellposed.training.finetuning.language_task import LanguageTask
-from wellposed.training.finetuning.methods import adapter_config
+from wellposed.training.finetuning.methods import adapter_config, compile_blocks
 from wellposed.training.finetuning.models import open_language_model
 
 METHODS = ["full", "lora", "rslora", "dora", "sine", "sine-dora"]
@@ -145,14 +146,40 @@ def test_packing_and_small_pieces_do_not_change_the_gradient(home: Path, tmp_pat
     assert found[2] == pytest.approx(found[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["lora", "sine-dora"])
+def test_compiled_blocks_learn_the_same(
+    method: Any, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+
+    def compile_(block: nn.Module) -> None:
+        kinds.append(type(block).__name__)
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    torch.compiler.reset()
+    asked = settings(home, tmp_path / "plain", method=method, epochs=2, log_every=1)
+    plain = finetune_language(asked, quiet=True)
+    compiled = finetune_language(replace(asked, out=tmp_path / "compiled", compile=True), quiet=True)
+    assert kinds == ["LlamaDecoderLayer"] * 2
+    assert compiled.scores["loss"] == pytest.approx(plain.scores["loss"], rel=1e-3)
+    losses = [[event["loss"] for event in read_journal(tmp_path / name, "train")] for name in ("plain", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_only_blocks_that_repeat_are_compiled() -> None:
+    with pytest.raises(UnsuitableModelError, match="no repeated blocks"):
+        compile_blocks(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2)))
+
+
 @pytest.mark.parametrize(("method", "model"), [("full", "bert"), ("sine-dora", "bert"), ("sine", "llama")])
 def test_classifiers_learn_and_load(method: str, model: str, home: Path, tmp_path: Path) -> None:
     changes = {
         "model": str(home / model),
         "data": (str(home / "cola"),),
-        "epochs": 8,
+        "epochs": 16,
         "batch_size": 8,
-        "lr": 3e-3 if method == "full" else 2e-2,
+        "lr": 3e-3,
     }
     result = finetune_language(settings(home, tmp_path / "run", method=method, **changes), quiet=True)
     assert set(result.scores) == {"loss", "accuracy", "matthews", "f1"}
@@ -241,6 +268,29 @@ def test_two_processes_compute_what_one_does(home: Path, tmp_path: Path) -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     told = json.loads((tmp_path / "two" / "result.json").read_text())
     assert {name: told[name] for name in one.scores} == pytest.approx(one.scores, rel=1e-4)
+
+
+def test_answers_by_text_are_what_a_file_of_texts_gives(home: Path, tmp_path: Path) -> None:
+    listed, plain = [], []
+    for right, (first, second) in [(n % 2, ("dry", "wet") if n % 3 else ("wet", "dry")) for n in range(12)]:
+        asked, texts = f"{right}{first}?", [first, second]
+        own = {"prompt": f"{asked} Answer1: {first} Answer2: {second}\nAnswer format: answer1/answer2"}
+        own["answer"] = f"answer{right + 1}"
+        listed.append(own | {"completion": f"it is answer{right + 1}"})
+        plain.append({"prompt": asked, "completion": f"it is {texts[right]}", "answer": texts[right], "choices": texts})
+    results = {}
+    for name, records in {"listed": listed, "plain": plain}.items():
+        for part in ("train", "test"):
+            write_jsonl(tmp_path / name / f"{part}.jsonl", records)
+        words = ["--model", str(home / "llama"), "--data", str(tmp_path / name), "--out", str(tmp_path / f"run-{name}")]
+        small = ["--epochs", "2", "--batch-size", "3", "--lr", "1e-2", "--device", "cpu", "--max-length", "64"]
+        answers = ["--answers", "texts"] if name == "listed" else []
+        assert main(["finetune", "language", *words, *small, "--new-tokens", "12", *answers]) == 0
+        results[name] = json.loads((tmp_path / f"run-{name}" / "result.json").read_text())
+    for score in ("loss", "accuracy", "written_accuracy"):
+        assert results["listed"][score] == results["plain"][score]
+    card = (tmp_path / "run-listed" / "adapter" / "README.md").read_text()
+    assert "| answers | texts |" in card
 
 
 def test_several_sets_have_scores_of_their_own(home: Path, tmp_path: Path) -> None:
@@ -364,9 +414,10 @@ def test_a_gguf_file_is_a_model_with_its_tokenizer(method: str, home: Path, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["lora", "dora", "sine"])
-def test_on_a_gpu_in_bf16(method: Any, home: Path, tmp_path: Path) -> None:
-    asked = settings(home, tmp_path / "run", device="cuda", precision="bf16", method=method, epochs=4)
+@pytest.mark.parametrize(("method", "compiled"), [("lora", False), ("dora", False), ("sine", False), ("sine", True)])
+def test_on_a_gpu_in_bf16(method: Any, compiled: bool, home: Path, tmp_path: Path) -> None:
+    how = {"device": "cuda", "precision": "bf16", "compile": compiled}
+    asked = settings(home, tmp_path / "run", **how, method=method, epochs=4)
     whole = finetune_language(asked, quiet=True)
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert told["mean_stable_rank"] == pytest.approx(_mean_stable_rank(whole.model), rel=1e-2)

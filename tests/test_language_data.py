@@ -136,6 +136,99 @@ def test_the_commonsense_sets_as_they_lie_on_disk() -> None:
         assert record.completed_by(record.answer) == record.completion
 
 
+def test_the_commonsense_sets_by_the_texts_of_their_options() -> None:
+    if not (DATA / "commonsense").is_dir():
+        pytest.skip(f"{DATA}/commonsense is not there")
+    folders = [str(folder) for folder in sorted((DATA / "commonsense").iterdir())]
+    named, told = (open_language(folders, answers=answers) for answers in ("names", "texts"))
+    merged = 0
+    for before, after in zip(
+        (*named.train, *sum(named.tests.values(), ())), (*told.train, *sum(told.tests.values(), ())), strict=True
+    ):
+        assert isinstance(before, Completion)
+        assert isinstance(after, Completion)
+        if before.choices == ("true", "false"):
+            assert after == before
+            continue
+        assert "Answer1" not in after.prompt
+        assert before.prompt.startswith(after.prompt.removesuffix("\n\n### Response:\n"))
+        if len(after.choices) == len(before.choices):
+            listed = "".join(f" Answer{n}: {text}" for n, text in enumerate(after.choices, start=1))
+            assert " ".join(listed.split()) in " ".join(before.prompt.split())
+            assert after.choices.index(after.answer) == before.choices.index(before.answer)
+        merged += len(before.choices) - len(after.choices)
+        assert after.completion == f"the correct answer is {after.answer}"
+    assert merged == 3  # questions of OpenBookQA to train on that list a text twice
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "texts", "prompt"),
+    [
+        (
+            "Warm?\n\nAnswer1: dry palms Answer2: wet, Answer3: no\n\nAnswer format: {}",
+            "answer",
+            "dry palms|wet,|no",
+            "Warm?",
+        ),
+        (
+            "Rest.\n\nSolution1: Sit down. \n\nSolution2: Go: on.\n\nAnswer format: {}",
+            "solution",
+            "Sit down.|Go: on.",
+            "Rest.",
+        ),
+        ("The _ fits.\n\nOption1: jeans Option2: shirt Answer format: {}", "option", "jeans|shirt", "The _ fits."),
+        (
+            "Drums:\nA man\nEnding1: [step] plays.\nEnding2: sings\nAnswer:",
+            "Ending",
+            "[step] plays.|sings",
+            "Drums:\nA man\nAnswer:",
+        ),
+    ],
+)
+def test_options_are_answered_by_their_texts(asked: str, name: str, texts: str, prompt: str, tmp_path: Path) -> None:
+    choices = tuple(texts.split("|"))
+    names = [f"{name}{number}" for number in range(1, 1 + len(choices))]
+    example = {"prompt": asked.format("/".join(names)), "completion": f"it is {names[1]}.", "answer": names[1]}
+    path = write_jsonl(tmp_path / "asked.jsonl", [example if "{" in asked else example | {"choices": names}])
+    (found,) = open_language([str(path)], answers="texts").train
+    assert found == Completion(prompt, f"it is {choices[1]}.", choices[1], choices, by_character=True)
+    assert isinstance(found, Completion)
+    assert found.completed_by(choices[0]) == f"it is {choices[0]}."
+    (named,) = open_language([str(path)]).train
+    assert named == Completion(example["prompt"], example["completion"], names[1], tuple(names))
+
+
+def test_options_of_the_same_text_are_one(tmp_path: Path) -> None:
+    asked = "Where?\n\nAnswer1: sky Answer2: roots Answer3: sky\n\nAnswer format: answer1/answer2/answer3"
+    example = {"instruction": asked, "output": "the correct answer is answer3", "answer": "answer3"}
+    path = write_jsonl(tmp_path / "same.jsonl", [example])
+    (found,) = open_language([str(path)], answers="texts").train
+    prompt = "### Instruction:\nWhere?\n\n### Response:\n"
+    assert found == Completion(prompt, "the correct answer is sky", "sky", ("sky", "roots"), by_character=True)
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ("", "no option"),
+        ("Answer1: sky", "answer1"),
+        ("Answer1: Answer2: sky", "answer2"),
+        ("Answer1: a Answer2: b Answer3: c", "answer1, answer2, answer3"),
+        ("Answer1: a Answer1: b", "answer1, answer1"),
+    ],
+)
+def test_options_without_a_text_of_their_own(listed: str, told: str, tmp_path: Path) -> None:
+    good = {"prompt": "Is it?\n\nAnswer format: true/false", "completion": "true"}
+    asked = {"prompt": f"Which?\n\n{listed}\n\nAnswer format: answer1/answer2", "completion": "answer1"}
+    path = write_jsonl(tmp_path / "broken.jsonl", [good, asked])
+    message = rf"broken.jsonl, line 2 lists {told} with a text: expected answer1, answer2, each once"
+    with pytest.raises(DataError, match=message):
+        open_language([str(path)], answers="texts")
+    with pytest.raises(InvalidArgumentError, match="answers='letters': expected one of names, texts"):
+        open_language([str(path)], answers="letters")  # type: ignore[arg-type]
+    assert len(open_language([str(path)])) == 2
+
+
 @pytest.mark.parametrize("starts", [False, True])
 def test_the_answer_alone_is_learned_and_ends_the_text(starts: bool) -> None:
     tokenizer = byte_tokenizer()
@@ -190,7 +283,8 @@ def test_packed_sequences_do_not_see_each_other(make: Any) -> None:
     ]  # fmt: skip
     alone = torch.cat([_token_losses(model, *stacked([row], [t], 0)) for row, t in (row_of([s]) for s in sequences)])
     rows, targets = zip(*(row_of(sequences[:3]), row_of(sequences[3:])), strict=True)
-    together = _token_losses(model, *stacked(rows, targets, 0))
+    together = _token_losses(model, *stacked(rows, targets, 0, length=24))
+    assert [stacked(rows, targets, 0, length)[0].shape[-1] for length in (0, 23, 24)] == [17, 17, 24]
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
     assert len(alone) == 3 + 5 + 2 + 1
 

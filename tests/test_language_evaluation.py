@@ -61,6 +61,10 @@ def test_likelihoods_are_those_of_transformers_loss() -> None:
     loss, tokens_counted, right, asked = choose(_logits, questions, **HOW).tolist()
     assert loss == pytest.approx(-(found[0] + found[1] + found[2]))
     assert (tokens_counted, right, asked) == (3 + 5 + 2, 1, 2)
+    other = [1, 1]
+    other[1 - best] = 1000  # per character, the less likely of the two is ahead
+    for lengths, expected in (((), 1), (other[::-1], 1), (other, 0)):
+        assert choose(_logits, [Choosing(sequences[:2], best, lengths)], **HOW)[2] == expected
 
 
 @pytest.mark.parametrize("prompt", [0, 4])

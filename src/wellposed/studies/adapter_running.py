@@ -69,13 +69,14 @@ def tried_out(config: AdapterStudy) -> AdapterStudy:
         together = len(config.data) == 1 or not open_language(config.data, config.test, config.limit).classes
     config = replace(config, together=together)
     config.check()
-    writes = vars(config.run(next(config.cells())))["generate"]
+    run = config.run(next(config.cells()))
+    assert isinstance(run, LanguageConfig)
     for group in [config.data] if together else [(each,) for each in config.data]:
-        data = open_language(group, config.test, config.limit)
+        data = open_language(group, config.test, config.limit, run.answers)
         if not data.tests:
             raise DataError(f"{data.name} has nothing to test on: expected folders with a test or dev file, or --test")
         for name, records in data.tests.items():
-            if not (writes or data.classes or all(getattr(record, "choices", ()) for record in records)):
+            if not (run.generate or data.classes or all(getattr(record, "choices", ()) for record in records)):
                 raise InvalidArgumentError(
                     f"{name} has no choices to tell apart: expected --settings generate 100, to have answers written"
                 )

@@ -148,7 +148,7 @@ def _tested_as(run: CopiesRun) -> Iterator[Any]:
             return
         assert isinstance(config, LanguageConfig)
         config = replace(config, generate=0)
-        data = open_language(config.data, config.test, config.limit)
+        data = open_language(config.data, config.test, config.limit, config.answers)
         yield (LabelTask if data.classes else CompletionTask)(config, data, accelerator)
 
 

@@ -7,14 +7,19 @@ text_pair) and label. What may be answered stands in `choices`, or as "Answer fo
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wellposed.errors import DataError
 
 _FIELDS = {"prompt": "completion", "instruction": "output", "text": "label"}
-_FORMAT = re.compile(r"Answer format:\s*(\S+(?:/\S+)+)\s*$")
+_FORMAT = re.compile(r"\s*Answer format:\s*(\S+(?:/\S+)+)\s*$")
+_NAME = r"(?:answer|solution|option|ending)\d+"
+_OPTION = re.compile(rf"\b({_NAME}):\s*(.*?)(?=\s*(?:\b{_NAME}:|\n|$))", re.IGNORECASE)
+
+Answers = Literal["names", "texts"]
+"""What stands for an option that a question lists, as in "Answer1: a text Answer2: another"."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Completion:
     """The part of the completion that is right or wrong; all of it where the file does not say."""
     choices: tuple[str, ...] = ()
     """All that may be answered; empty if that is open."""
+    by_character: bool = False
+    """Compare the likelihoods of the choices per character, since they are texts of different lengths."""
 
     def completed_by(self, choice: str) -> str:
         """The completion with `choice` in the place of the answer."""
@@ -48,9 +55,9 @@ class Labelled:
 Record = Completion | Labelled
 
 
-def read_json(path: Path) -> list[Record]:
+def read_json(path: Path, answers: Answers = "names") -> list[Record]:
     """The examples of a .jsonl file, one a line, or of a .json file that holds a list of them."""
-    records = [_record(found, where) for where, found in _objects(path)]
+    records = [_record(found, where, answers) for where, found in _objects(path)]
     if not records:
         raise DataError(f"{path} holds no example")
     return records
@@ -76,7 +83,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{path}, line {number} is not JSON: {error}") from error
 
 
-def _record(found: Any, where: str) -> Record:
+def _record(found: Any, where: str, answers: Answers) -> Record:
     if not isinstance(found, Mapping):
         raise DataError(f"{where} is a {type(found).__name__}: expected an object with prompt and completion")
     asked = next((name for name in _FIELDS if name in found), None)
@@ -96,10 +103,13 @@ def _record(found: Any, where: str) -> Record:
         raise DataError(f"{where}: the answer {answer!r} is no part of its {_FIELDS[asked]} {completion!r}")
     if choices and answer not in choices:
         raise DataError(f"{where}: the answer {answer!r} is none of {', '.join(choices)}")
+    example = Completion(prompt, completion, answer, choices)
+    if answers == "texts" and choices and all(re.fullmatch(_NAME, each, re.IGNORECASE) for each in choices):
+        example = _answered_by_text(example, where)
     if asked == "instruction":
         more = f"\n\n### Input:\n{found['input']}" if found.get("input") else ""
-        prompt = f"### Instruction:\n{prompt}{more}\n\n### Response:\n"
-    return Completion(prompt, completion, answer, choices)
+        example = replace(example, prompt=f"### Instruction:\n{example.prompt}{more}\n\n### Response:\n")
+    return example
 
 
 def _choices(found: Mapping[str, Any], prompt: str, where: str) -> tuple[str, ...]:
@@ -110,6 +120,27 @@ def _choices(found: Mapping[str, Any], prompt: str, where: str) -> tuple[str, ..
     if not isinstance(given, list) or len(set(map(str, given))) < max(2, len(given)):
         raise DataError(f"{where}: choices is {given!r}, expected a list of at least two different answers")
     return tuple(map(str, given))
+
+
+def _answered_by_text(example: Completion, where: str) -> Completion:
+    """`example` without its list of options, whose texts take the place of their names; the same texts are one.
+
+    A text goes on to the next name, or to the end of its line.
+    """
+    prompt = _FORMAT.sub("", example.prompt)
+    options = list(_OPTION.finditer(prompt))
+    listed = [(option[1].lower(), option[2]) for option in options if option[2]]
+    if sorted(name for name, _ in listed) != sorted(map(str.lower, example.choices)):
+        raise DataError(
+            f"{where} lists {', '.join(name for name, _ in listed) or 'no option'} with a text: expected "
+            f"{', '.join(example.choices)}, each once, as in 'Answer1: a text Answer2: another'; or answers "
+            "by their names"
+        )
+    texts = dict(listed)
+    answer = texts[example.answer.lower()]
+    choices = tuple(dict.fromkeys(texts[choice.lower()] for choice in example.choices))
+    asked = prompt[: options[0].start()].rstrip() + prompt[options[-1].end() :]
+    return Completion(asked, example.completed_by(answer), answer, choices, by_character=True)
 
 
 def _text(found: Mapping[str, Any], name: str, where: str) -> str:

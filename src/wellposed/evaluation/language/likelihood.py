@@ -25,6 +25,8 @@ class Choosing:
 
     answers: list[Tokens]
     right: int
+    lengths: Sequence[int] = ()
+    """By which the log-likelihoods are divided before they are compared; compared as they are if empty."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def choose(logits: Logits, questions: Sequence[Choosing], *, device: torch.devic
         sums[0] -= own[question.right]
         sums[1] += question.answers[question.right].learned
         if len(own) > 1:
-            sums[2] += max(range(len(own)), key=own.__getitem__) == question.right
+            compared = [value / length for value, length in zip(own, question.lengths or [1] * len(own), strict=True)]
+            sums[2] += max(range(len(own)), key=compared.__getitem__) == question.right
             sums[3] += 1
     return torch.tensor(sums, dtype=torch.float64, device=device)
 

@@ -67,7 +67,7 @@ class CompletionTask(LanguageTask):
         rows, targets = zip(*(row_of([sequences[number] for number in group]) for group in groups), strict=True)
         counts = sorted((int((row != IGNORED).sum()) for row in targets), reverse=True)
         self._most = list(accumulate(counts))  # targets that so many rows have at most, from one row on
-        return TokenRows(self._data.name, list(rows), list(targets), self._padding)
+        return TokenRows(self._data.name, list(rows), list(targets), self._padding, self.length)
 
     def _split_ahead(self, examples: list[Completion]) -> None:
         for start in tracked(range(0, len(examples), AT_ONCE), SPLITTING):
@@ -76,9 +76,14 @@ class CompletionTask(LanguageTask):
     def _read_tests(self) -> None:
         self._split_ahead([example for examples in self._data.tests.values() for example in _completions(examples)])
         self._questions = {
-            name: [Choosing(self.encoder.choices(example), _place(example)) for example in _completions(examples)]
+            name: [self._asked(example) for example in _completions(examples)]
             for name, examples in self._data.tests.items()
         }
+
+    def _asked(self, example: Completion) -> Choosing:
+        place = example.choices.index(example.answer) if example.choices else 0
+        lengths = [len(choice) for choice in example.choices] if example.by_character else []
+        return Choosing(self.encoder.choices(example), place, lengths)
 
     def _net(self) -> nn.Module:
         return NextToken(self.model, positions=self._config.pack)
@@ -179,7 +184,3 @@ class CompletionTask(LanguageTask):
 
 def _completions(records: Any) -> list[Completion]:
     return [record for record in records if isinstance(record, Completion)]
-
-
-def _place(example: Completion) -> int:
-    return example.choices.index(example.answer) if example.choices else 0

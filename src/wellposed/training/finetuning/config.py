@@ -50,6 +50,8 @@ class FinetuneConfig(Settings):
     """Largest norm of the gradient; 0 does not clip."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast, with adapters on a bf16 model, or float32 throughout; auto is bf16 on GPUs that have it."""
+    compile: bool = False
+    """Compile the model's repeated blocks by torch.compile for training; tests go without."""
     test_batch_size: int = 32
     test_every: int = 1
     """Epochs between two tests; what the last one leaves is always tested."""
@@ -115,6 +117,9 @@ class LanguageConfig(FinetuneConfig):
     """Tokens of a sequence, and of a row into which sequences are packed; at most what the model takes."""
     pack: bool = True
     """Put several completions into a row; none of them sees another."""
+    answers: Literal["names", "texts"] = "names"
+    """How a question that lists options, as in "Answer1: a text Answer2: another", is answered: by the name of one, or,
+    without the list, by its text, the likeliest per character. Written answers may then need more --new-tokens."""
     generate: int = 100
     """Test examples of each set that are also answered in writing after the last epoch; 0 for none."""
     new_tokens: int = 32

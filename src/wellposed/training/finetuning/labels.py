@@ -1,5 +1,6 @@
 """Fine-tuning on labelled texts: cross-entropy of the class, tested by accuracy, Matthews' correlation and F1."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class LabelTask(LanguageTask):
         split = (texts for part in tracked(parts, SPLITTING) for texts in self.encoder.texts(part))
         rows = [row_of_texts(texts, pairs) for texts in split]
         labels = [torch.tensor(self._data.classes.index(example.label)) for example in examples]
-        return TokenRows(self._data.name, rows, labels, self._padding)
+        return TokenRows(self._data.name, rows, labels, self._padding, self.length)
 
     def _read_tests(self) -> None:
         self._encoded_tests = {}
@@ -46,7 +47,7 @@ class LabelTask(LanguageTask):
             found = self._encoded(records)
             order = sorted(range(len(found)), key=lambda number: found.rows[number].shape[1])  # little padding
             rows, labels = ([part[number] for number in order] for part in (found.rows, found.targets))
-            self._encoded_tests[name] = TokenRows(found.name, rows, labels, self._padding)
+            self._encoded_tests[name] = replace(found, rows=rows, targets=labels)
 
     def _net(self) -> nn.Module:
         return TextClasses(self.model)

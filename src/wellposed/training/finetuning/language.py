@@ -59,7 +59,7 @@ def finetune_language(
         config = config.resumed_from(LanguageConfig.of_run(config.out), given)
     config.check()
     config = config.resolved()
-    data = open_language(config.data, config.test, config.limit)
+    data = open_language(config.data, config.test, config.limit, config.answers)
     kind: type[LanguageTask] = LabelTask if data.classes else CompletionTask
     with flushed_denormals():
         task, loop, display = carry_out(

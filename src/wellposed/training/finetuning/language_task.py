@@ -114,7 +114,7 @@ class LanguageTask(FinetuneTask):
                 imports=f"from transformers import {kind}",
                 base=f'{kind}.from_pretrained("path/to/the/base/model"{size})',
                 whole=f'{kind}.from_pretrained("path/to/this/folder")',
-                own_settings=("max_length", "pack"),
+                own_settings=("max_length", "pack", "answers"),
             ),
             self._results,
             facts,

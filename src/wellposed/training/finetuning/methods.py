@@ -1,6 +1,6 @@
 """The ways to fine-tune: all weights, or one of PEFT's and our adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,26 @@ def rounding_layers(model: nn.Module) -> list[Any]:
     from peft.tuners.lora import Linear
 
     return [layer for layer in model.modules() if type(layer) is Linear and not layer.lora_variant]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile the blocks that `model` repeats, in place: the code of one serves all, the parts around them stay."""
+    blocks = list(_repeated(model))
+    if not blocks:
+        raise UnsuitableModelError(f"{type(model).__name__} has no repeated blocks: leave --compile out")
+    for block in blocks:
+        block.compile()
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """Members of the outermost lists whose members are of one kind and have weights."""
+    for child in model.children():
+        members = list(child) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        kinds = {type(member) for member in members}
+        if len(members) > 1 and len(kinds) == 1 and any(True for _ in child.parameters()):
+            yield from members
+        else:
+            yield from _repeated(child)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from wellposed.optim import cosine_with_warmup, make_optimizer
 from wellposed.runs import provenance
 from wellposed.training.accelerators import use_bf16
 from wellposed.training.finetuning.config import FinetuneConfig
-from wellposed.training.finetuning.methods import rounding_layers, update_numbers
+from wellposed.training.finetuning.methods import compile_blocks, rounding_layers, update_numbers
 from wellposed.training.guards import is_repeatable
 
 _WEIGHTS = "trained.safetensors"
@@ -47,6 +47,8 @@ class FinetuneTask(ABC):
         with self._autocast():
             self.is_repeatable = is_repeatable(net, example.to(self._accelerator.device))
         self._training()
+        if config.compile:
+            compile_blocks(self.model)
         self._rounding = rounding_layers(self.model) if self.bf16 else []
         self._learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._forward = self._accelerator.prepare_model(net)
@@ -144,13 +146,15 @@ class FinetuneTask(ABC):
         if epoch % self._settings.test_every and not self.is_last:
             return {}
         self.model.eval()
-        self._results = self._tested()
+        with torch.compiler.set_stance("force_eager"):  # of tests each batch has another shape
+            self._results = self._tested()
         self._training()
         return self._results
 
     def observed(self, look: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
         """What `look` sees of the model, in eval mode."""
-        seen = look(self.model.eval())
+        with torch.compiler.set_stance("force_eager"):
+            seen = look(self.model.eval())
         self._training()
         return seen
 
