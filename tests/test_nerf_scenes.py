@@ -229,3 +229,16 @@ def test_the_cameras_of_fern_agree_on_what_they_see() -> None:
         mirrored = scene.train.poses.clone()
         mirrored[:, axis, 3] *= -1
         assert right < 0.5 * _seen_alike(scene, mirrored)
+
+
+@pytest.mark.parametrize("ndc", [False, True])
+def test_rays_are_not_rounded_by_autocast(ndc: bool) -> None:
+    poses = torch.linalg.qr(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)))[0][:, :3]
+    exact = camera_rays(poses, 20, 30, 25.0, ndc=ndc)
+    local = torch.tensor([[(x + 0.5 - 15) / 25, -(y + 0.5 - 10) / 25, -1.0] for y in range(20) for x in range(30)])
+    if not ndc:
+        torch.testing.assert_close(exact.directions, (local @ poses[:, :, :3].mT).reshape(-1, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rays = camera_rays(poses, 20, 30, 25.0, ndc=ndc)
+    assert torch.equal(rays.directions, exact.directions)
+    assert torch.equal(rays.views, exact.views)

@@ -47,7 +47,7 @@ class NerfConfig(FieldConfig):
     """Places of a step at which the network is asked."""
     rays: int = 2**14
     """Of a step, with grid; those that --samples has no room for are left out. With hierarchical they follow."""
-    pieces: int = 384
+    pieces: int = 256
     """Into which a ray is cut within the box, with grid."""
     cells: int = 128
     """Of the grid, a side."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from wellposed.data.processes import CONTEXT, end_with_parent, start_server
-from wellposed.errors import RunError, WellposedError
+from wellposed.errors import DivergedError, RunError, WellposedError
 from wellposed.runs import read_journal
 from wellposed.training.settings import Settings
 
@@ -45,7 +45,8 @@ def run_side_by_side(
 ) -> dict[Key, Outcome]:
     """How every run ended: those that are done already as they are, the others after `work` on them.
 
-    On Ctrl-C or SIGTERM every run writes a checkpoint first. A WellposedError of one ends all of them likewise.
+    On Ctrl-C or SIGTERM every run writes a checkpoint first. A WellposedError of one ends all of them likewise; but one
+    that diverges or whose process dies says little about the others: they go on, and it is raised in the end.
 
     Args:
         runs: the settings of each run, under a key that names it.
@@ -63,11 +64,19 @@ def run_side_by_side(
         for key, outcome in outcomes.items():
             progress.update(bars[key], completed=1.0, numbers=str(outcome))
         waiting = {key: config for key, config in runs.items() if key not in outcomes}
-        for key, outcome in _worked_on(waiting, work, jobs, preload, progress, bars):
-            outcomes[key] = outcome
+        lost: list[WellposedError] = []
+        for key, ended in _worked_on(waiting, work, jobs, preload, progress, bars):
+            if isinstance(ended, WellposedError):
+                lost.append(ended)
+                progress.update(bars[key], numbers="lost")
+                console.print(f"{key}: {ended}", style="red")
+                continue
+            outcome = outcomes[key] = ended
             progress.update(bars[key], completed=1.0, numbers=str(outcome))
             if not console.is_terminal:
                 console.print(f"{key}: {outcome} ({outcome.seconds:.0f} s)")
+    if lost:
+        raise lost[0]
     return {key: outcomes[key] for key in runs}
 
 
@@ -78,8 +87,8 @@ def _worked_on(
     preload: Sequence[str],
     progress: Progress,
     bars: dict[Key, Any],
-) -> Iterator[tuple[Key, Outcome]]:
-    """Each outcome as soon as it is there."""
+) -> Iterator[tuple[Key, Outcome | WellposedError]]:
+    """Each outcome as soon as it is there, or why there is none."""
     queue, running = list(waiting), dict[Key, tuple[ForkServerProcess, Connection]]()
     with _sigterm_as_interrupt():
         try:
@@ -123,19 +132,22 @@ def _received(process: ForkServerProcess, results: Connection, config: Settings)
         result = results.recv()
     except EOFError:
         process.join()
-        raise RunError(
-            f"the run in {config.folder} ended with status {process.exitcode} and no word (out of memory?); "
-            "the same command goes on with it, fewer --jobs need less"
-        ) from None
+        return RunError(
+            f"the run in {config.folder} ended with status {process.exitcode} and no word (out of memory? logs/ beside "
+            "its folder may tell); the same command goes on with it, fewer --jobs need less"
+        )
     process.join()
-    if isinstance(result, WellposedError):
+    if isinstance(result, WellposedError) and not isinstance(result, DivergedError):
         raise result
     return result
 
 
 def _work(config: Settings, key: Key, work: Callable[[Any, Key], Outcome], results: Connection) -> None:
-    """What a process does: one run. SIGINT stays blocked in it, the main process passes the wish to stop on."""
+    """What a process does: one run. The main process alone passes the wish to stop on: SIGINT stays blocked here, and a
+    SIGTERM for all of its group, as timeout sends it, would be the second one, which means at once.
+    """
     end_with_parent()
+    os.setpgrp()
     torch.set_num_threads(1)  # so that a run's numbers do not depend on how many there are beside it
     log = config.folder.parents[1] / "logs" / f"{key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
