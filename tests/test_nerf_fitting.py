@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,8 +147,10 @@ def test_a_forward_facing_scene_is_learned_in_normalized_device_coordinates(tmp_
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_compiled_in_bfloat16_it_learns_the_same_bits_twice(scene: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["full", "sine"])
+def test_on_a_gpu_compiled_in_bfloat16_it_learns_the_same_bits_twice(kind: Any, scene: Path, tmp_path: Path) -> None:
     config = replace(SMALL, data=str(scene), device="cuda", width=64, rays=2048, samples=2**15, steps=400, frames=0)
+    config = replace(config, kind=kind, rank=10)
     results = [fit_nerf(replace(config, out=tmp_path / name), quiet=True) for name in ("first", "second")]
     assert results[0].scores["psnr"] > 22
     first, second = (load_file(tmp_path / name / "field.safetensors") for name in ("first", "second"))
