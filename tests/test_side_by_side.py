@@ -31,6 +31,8 @@ def work(run: Run, key: str) -> Done:
         raise DivergedError("the loss is not finite")
     if key == "dies":
         os._exit(9)
+    if key == "stumbles":
+        raise ValueError("over its own feet")
     if key == "misread":
         raise DataError("there is no such file")
     run.folder.mkdir(parents=True)
@@ -53,11 +55,12 @@ def runs(folder: Path, *names: str) -> dict[str, Run]:
     return {name: Run(folder / "runs" / name) for name in names}
 
 
-@pytest.mark.parametrize(("lost", "kind"), [("diverges", DivergedError), ("dies", RunError)])
+@pytest.mark.parametrize(("lost", "kind"), [("diverges", DivergedError), ("dies", RunError), ("stumbles", RunError)])
 def test_the_others_go_on_without_one_that_is_lost(lost: str, kind: type[Exception], tmp_path: Path) -> None:
-    with pytest.raises(kind, match=r"not finite|status 9"):
+    with pytest.raises(kind, match=r"not finite|status 9|ValueError: over its own feet; .*logs/stumbles.log"):
         run_side_by_side(runs(tmp_path, lost, "first", "second"), work, lambda *_: None, jobs=1, preload=())
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "second"]
+    assert ("over its own feet" in (tmp_path / "logs" / f"{lost}.log").read_text()) == (lost == "stumbles")
 
 
 def test_a_mistake_ends_them_all(tmp_path: Path) -> None:

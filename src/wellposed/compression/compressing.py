@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from math import isfinite
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from wellposed.compression.allocation import Quantizer, bits_for_error, bits_for_size
 from wellposed.compression.files import PACKED, encoded_header, read_packed
 from wellposed.compression.folders import (
+    PlainAdapter,
     check_config,
     check_free,
     new_folder,
@@ -23,7 +25,7 @@ from wellposed.compression.folders import (
 )
 from wellposed.compression.packed import PackedAdapter, PackedTensor, packed_tensor, rows_of
 from wellposed.compression.quantizers import Scheme, check_bits, quantize
-from wellposed.compression.updates import Layer, as_matrix, damage, layers_of, relative_error
+from wellposed.compression.updates import Layer, as_matrix, damage, layers_of, relative_error, update_error
 from wellposed.errors import InvalidArgumentError
 from wellposed.reporting import text_table
 from wellposed.runs import device_named, tracked
@@ -130,11 +132,7 @@ def compress(
     place = device_named(device)
     plain = read_plain(Path(adapter))
     size = sum(tensor.nbytes for tensor in plain.tensors.values())
-    layers = [_on(layer, place) for layer in layers_of(plain)]
-    by_column = {key: key == layer.b_key for layer in layers for key in (layer.a_key, layer.b_key)}
-    factors = {key: plain.tensors[key].to(place) for key in by_column}
-    others = {key: _kept(key, tensor) for key, tensor in plain.tensors.items() if key not in factors}
-    quantizer = _quantizer(factors, by_column, scheme, per)
+    layers, factors, others, quantizer = _opened(plain, scheme, per, place)
     if bits is not None:
         chosen = dict.fromkeys(factors, bits)
     elif max_error is not None:
@@ -152,6 +150,16 @@ def compress(
         write_packed_folder(whole, folder)
         packed_size = (folder / PACKED).stat().st_size
     return Compression(Path(out), size, packed_size, errors)
+
+
+@torch.no_grad()
+def packed_copy(
+    plain: PlainAdapter, bits: int, scheme: Scheme, per: Per, device: torch.device
+) -> tuple[PackedAdapter, float]:
+    """What `compress` would write, on `device`, and the mean error of dW; no file, and no stable ranks."""
+    layers, factors, others, quantizer = _opened(plain, scheme, per, device)
+    whole = PackedAdapter(plain.config, scheme, {key: quantizer(key, bits) for key in factors}, others)
+    return whole, mean(update_error(layer, *_matrices(layer, whole)) for layer in layers)
 
 
 @torch.no_grad()
@@ -195,6 +203,17 @@ def _check_one_goal(bits: Any, budget: Any, max_error: Any) -> None:
         raise InvalidArgumentError(f"max_error={max_error!r}: expected a number above 0")
 
 
+def _opened(
+    plain: PlainAdapter, scheme: Scheme, per: Per, device: torch.device
+) -> tuple[list[Layer], dict[str, Tensor], dict[str, Tensor], Quantizer]:
+    """Its layers and factors on `device`, the other tensors as they are kept, and what packs a factor."""
+    layers = [_on(layer, device) for layer in layers_of(plain)]
+    by_column = {key: key == layer.b_key for layer in layers for key in (layer.a_key, layer.b_key)}
+    factors = {key: plain.tensors[key].to(device) for key in by_column}
+    others = {key: _kept(key, tensor) for key, tensor in plain.tensors.items() if key not in factors}
+    return layers, factors, others, _quantizer(factors, by_column, scheme, per)
+
+
 def _quantizer(factors: dict[str, Tensor], by_column: dict[str, bool], scheme: Scheme, per: Per) -> Quantizer:
     """What packs a factor; all factors are quantized together when a number of bits is first asked for."""
     rows = {key: rows_of(tensor, by_column[key], per == "row") for key, tensor in factors.items()}
@@ -209,7 +228,7 @@ def _quantizer(factors: dict[str, Tensor], by_column: dict[str, bool], scheme: S
 
 def _errors(layer: Layer, whole: PackedAdapter) -> LayerErrors:
     packed_a, packed_b = whole.factors[layer.a_key], whole.factors[layer.b_key]
-    a, b = as_matrix(packed_a.values()), as_matrix(packed_b.values())
+    a, b = _matrices(layer, whole)
     update = damage(layer, a, b)
     return LayerErrors(
         name=layer.name,
@@ -222,6 +241,11 @@ def _errors(layer: Layer, whole: PackedAdapter) -> LayerErrors:
         stable_rank=update.stable_rank,
         quantized_stable_rank=update.quantized_stable_rank,
     )
+
+
+def _matrices(layer: Layer, whole: PackedAdapter) -> tuple[Tensor, Tensor]:
+    a, b = (as_matrix(whole.factors[key].values()) for key in (layer.a_key, layer.b_key))
+    return a, b
 
 
 def _on(layer: Layer, device: torch.device) -> Layer:

@@ -15,11 +15,15 @@ CONTEXT: Final = "forkserver"
 
 
 def start_server(*modules: str) -> None:
-    """Start the server, unless it runs, so that it imports what workers need while this process goes on."""
+    """Start the server, unless it runs, so that it imports what workers need while this process goes on.
+
+    It and its forks have SIGINT and SIGTERM blocked: both may reach a whole group, and without the server nobody knows
+    when the forks end.
+    """
     preloaded = ["wellposed.data", "torchvision.datasets", "torchvision.transforms.v2", *modules]
     forkserver.set_forkserver_preload(preloaded)
     resource_tracker.ensure_running()  # left to the line below that starts the server, it would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server and its forks inherit this
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # they inherit this
     try:
         forkserver.ensure_running()
     finally:

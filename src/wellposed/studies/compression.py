@@ -8,7 +8,7 @@ from wellposed.errors import InvalidArgumentError
 from wellposed.reporting import curves_figure, markdown_table, page
 from wellposed.runs import atomic_path, device_named, locked, provenance, write_json, writing_to
 from wellposed.studies.compression_config import CompressionStudy
-from wellposed.studies.compression_pictures import lead, over_bits, over_bytes, sections
+from wellposed.studies.compression_pictures import lead, left_out, over_bits, over_bytes, sections
 from wellposed.studies.compression_result import COLUMNS, CompressionResult
 from wellposed.studies.compression_running import run_copies, trained_cells
 from wellposed.studies.folders import REPORT, check_out, claim
@@ -29,7 +29,7 @@ def study_compression(config: CompressionStudy) -> CompressionResult:
     """
     config.check()
     place = device_named(config.device)
-    trained = trained_cells(config)
+    trained, missing = trained_cells(config)
     check_out(config.out)
     if config.out.resolve() == config.adapters.resolve():
         raise InvalidArgumentError(f"out={config.out}: expected another folder than that of the adapters")
@@ -38,11 +38,11 @@ def study_compression(config: CompressionStudy) -> CompressionResult:
     with locked(config.out):
         claim(config.out, _plain(config), _plain(CompressionStudy()), _EXTENT)
         outcomes = tuple(run_copies(config, trained))
-        seeds = sorted({cell.seed for cell in trained})
-        facts = provenance(place, seed=seeds[0]) | {"settings": _settings(config)}
-        facts["seeds"] = ", ".join(map(str, seeds))
+        result = CompressionResult(config, outcomes, config.out / REPORT, {}, missing)
+        facts = provenance(place, seed=result.seeds[0]) | {"settings": _settings(config)}
+        facts["seeds"] = ", ".join(map(str, result.seeds))
         del facts["seed"]
-        result = CompressionResult(config, outcomes, config.out / REPORT, facts)
+        result.facts.update(facts)
         with writing_to(config.out):
             _write(result)
     return result
@@ -50,11 +50,12 @@ def study_compression(config: CompressionStudy) -> CompressionResult:
 
 def _write(result: CompressionResult) -> None:
     out, text = result.config.out, lead(result)
+    missing = "".join(f"* left out: {each}\n" for each in left_out(result)) + "\n" * bool(result.missing)
     rates = markdown_table(result.rate_columns(), result.rates(), {})
     table = markdown_table(COLUMNS, result.rows(), result.facts)
     for path, content in {
         result.report: page("How few bits does an adapter need?", text, sections(result), result.facts),
-        out / "table.md": f"{text}\n\n{rates}\n{table}",
+        out / "table.md": f"{text}\n\n{missing}{rates}\n{table}",
     }.items():
         with atomic_path(path) as temporary:
             temporary.write_text(content, encoding="utf-8")

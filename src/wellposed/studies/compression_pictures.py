@@ -7,7 +7,8 @@ from wellposed.reporting import Curves, Line, Section
 from wellposed.studies.adapter_pictures import LOOKS
 from wellposed.studies.adapter_result import NAMES
 from wellposed.studies.compression_config import HALF, SPLIT
-from wellposed.studies.compression_result import COLUMNS, SCHEMES, Point
+from wellposed.studies.compression_rates import Point, Saving
+from wellposed.studies.compression_result import COLUMNS, SCHEMES
 
 if TYPE_CHECKING:
     from wellposed.studies.compression_result import CompressionResult
@@ -22,7 +23,7 @@ def over_bytes(result: "CompressionResult") -> list[Curves]:
         scheme = HALF if bits == 16 else None
         lines = [_line(NAMES[method], result.curve(method, scheme, bits), method) for method in result.methods]
         if bits == 2 and (split := result.curve("lora", SPLIT)):
-            lines.append(_line("LoRA, SVD split, 2 and 1 bits", split, "lora", "--"))
+            lines.append(_line("LoRA, SVD split, 2 and 1 bits (dashed)", split, "lora", "--"))
         title = "float16" if bits == 16 else f"{bits} bit{'s' * (bits > 1)} a number"
         panels.append(Curves(f"{title}: score", lines, _BYTES, "", log_x=True))
     return panels
@@ -48,25 +49,34 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
 
 def lead(result: "CompressionResult") -> str:
     """The first paragraph of the page: what is lost, who needs fewer bytes, and which codebooks."""
-    seeds = {each.cell.seed for each in result.outcomes}
-    told = [f"Adapters of {result.config.adapters.name}, {len(seeds)} seed{'s' * (len(seeds) > 1)}."]
+    counts = {len(point.scores) for point in result.points}
+    seeds = f"{max(counts)} seed{'s' * (max(counts) > 1)}"
+    several = f"{min(counts)} to {seeds} a point" if len(counts) > 1 else seeds
+    told = [f"Adapters of {result.config.adapters.name}, {several}."]
+    if len(counts) > 1:
+        told.append("Means of points with fewer seeds are not of the same seeds: trust rates seed by seed.")
+    if result.missing:
+        told.append(f"Left out, for reasons given below: {', '.join(map(str, result.missing))}.")
     few = min(result.config.bits, key=lambda bits: abs(bits - 2))
     lost = {method: _lost(result, method, few) for method in result.methods}
     told.append(
         f"From float16 to {few} bits, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes by "
         f"{', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
     )
-    for name, *cells in result.rates():
-        known = dict(zip(result.rate_columns()[1:], cells, strict=True))
-        shown = [f"{cell} at {bits}" for bits, cell in known.items() if cell and bits.split()[0] == str(few)]
-        if known["all"]:
-            shown.append(f"{known['all']} of all points")
-        told.append(f"{name}, bytes at equal score: {', '.join(shown) or 'no range of scores in common'}.")
-    dropped = {name: count for name, count in result.left_out().items() if count}
-    if dropped:
-        counts = ", ".join(f"{count} of {name}" for name, count in dropped.items())
-        told.append(f"Of all points, those that another of their method dominates are left out: {counts}.")
+    shown = [saving for saving in result.savings() if saving.bits in {few, None}]
+    for name in dict.fromkeys(saving.name for saving in shown):
+        own = [_told(saving) for saving in shown if saving.name == name]
+        told.append(f"{name}, bytes at equal score: {', '.join(own)}.")
+    if max(counts) == 1:
+        told.append("There is one seed: another could change these rates by tens of percent.")
+    if any(saving.left_out for saving in shown):
+        told.append("Left out of a rate, of its curve and of its reference, are points that another one dominates.")
     return " ".join(told)
+
+
+def left_out(result: "CompressionResult") -> list[str]:
+    """The adapters that no copies were made of, and why."""
+    return [f"{cell}: {why}" for cell, why in result.missing.items()]
 
 
 def sections(result: "CompressionResult") -> list[Section]:
@@ -75,12 +85,15 @@ def sections(result: "CompressionResult") -> list[Section]:
         Section(
             "Bytes at equal score",
             "Bjontegaard's delta rate: the mean change in bytes at equal score, less is better; at each number of bits "
-            "the curve goes over the ranks, and that of all points over bits and ranks. Nothing stands where the two "
-            "curves have no range of scores in common, or one of them is a single point once those are left out that "
-            "another dominates.",
+            "the curve goes over the ranks, and that of all points over bits and ranks. First of the means over seeds, "
+            "then of each seed's curve against the same seed's, from the least to the largest. Points that another of "
+            "their curve dominates are left out of both, and counted, first of the one, then of its reference. Where "
+            "the scores that are left have no range in common, there is no rate: those of the curve are all higher or "
+            "all lower, or touch, or are a single one.",
             columns=result.rate_columns(),
             rows=result.rates(),
         ),
+        *([Section("Left out", "No copies were made of these.", items=left_out(result))] if result.missing else []),
         Section(
             "Scores over bytes",
             "Each point is a rank; bars go from the least to the largest of the seeds. Bytes are those of codes, "
@@ -103,6 +116,13 @@ def _line(name: str, points: list[Point], method: str, style: str | None = None)
     ends = [[pick(point.scores) for point in points] for pick in (min, max)]
     x, y = [nbytes for nbytes, _ in places], [score for _, score in places]
     return Line(name, x, y, LOOKS[method][0], style or LOOKS[method][1], low=ends[0], high=ends[1])
+
+
+def _told(saving: Saving) -> str:
+    where = "over all bits" if saving.bits is None else f"at {saving.bits} bit{'s' * (saving.bits > 1)}"
+    over_seeds = saving.over_seeds.removeprefix(f"{saving.of_means} ")
+    left_out = f"; {saving.left_out} points left out" if saving.left_out else ""
+    return f"{saving.of_means} {where} ({over_seeds}{left_out})"
 
 
 def _lost(result: "CompressionResult", method: str, bits: int) -> float:

@@ -1,37 +1,20 @@
 """What a study of compressed adapters found: scores over bytes, and how many bytes one curve saves against another."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
-from wellposed.compression import bd_rate, dominated
-from wellposed.errors import InvalidArgumentError
+from wellposed.studies.adapter_config import AdapterCell
 from wellposed.studies.adapter_result import NAMES
 from wellposed.studies.compression_config import HALF, SPLIT, CompressionStudy, Copy
+from wellposed.studies.compression_rates import RATE_COLUMNS, Point, Saving
 from wellposed.studies.compression_running import CopiesOutcome
 from wellposed.studies.low_rank import spread
 
 SCHEMES = {"kmeans": "k-means", "uniform": "uniform", "normal": "normal float", HALF: "float16", SPLIT: "SVD split"}
 COLUMNS = ("method", "r", "held as", "bits", "KB", "score", "error of dW")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One method at one rank in one kind of copy: means over sets, a score per seed."""
-
-    method: str
-    rank: int
-    copy: Copy
-    nbytes: float
-    error: float
-    scores: list[float]
-
-    @property
-    def place(self) -> tuple[float, float]:
-        """Bytes, and the mean score."""
-        return self.nbytes, mean(self.scores)
 
 
 @dataclass(frozen=True)
@@ -42,6 +25,8 @@ class CompressionResult:
     outcomes: tuple[CopiesOutcome, ...]
     report: Path
     facts: dict[str, str]
+    missing: Mapping[AdapterCell, str] = field(default_factory=dict)
+    """Adapters that no copies were made of, and why."""
 
     @cached_property
     def points(self) -> list[Point]:
@@ -54,11 +39,16 @@ class CompressionResult:
         own = [each for each in self.outcomes if (each.cell.method, each.cell.rank) == (method, rank)]
         copied = [each.copies[str(copy)] for each in own]
         seeds = dict.fromkeys(each.cell.seed for each in own)
-        of_seed = [[each.copies[str(copy)] for each in own if each.cell.seed == seed] for seed in seeds]
-        scores = [mean(point for each in copies for point in each.points.values()) for copies in of_seed]
+        of_seed = {seed: [each.copies[str(copy)] for each in own if each.cell.seed == seed] for seed in seeds}
+        scores = {seed: mean(point for each in of_seed[seed] for point in each.points.values()) for seed in seeds}
         return Point(
             method, rank, copy, mean(each.nbytes for each in copied), mean(each.error for each in copied), scores
         )
+
+    @property
+    def seeds(self) -> list[int]:
+        """All that some point has a score of."""
+        return sorted({each.cell.seed for each in self.outcomes})
 
     @property
     def methods(self) -> list[str]:
@@ -72,43 +62,33 @@ class CompressionResult:
         own = [point for point in self.points if point.method == method and point.copy.scheme == chosen]
         return sorted((point for point in own if bits in {None, point.copy.bits}), key=lambda point: point.nbytes)
 
-    def saved(self, curve: Sequence[Point], reference: Sequence[Point]) -> str:
-        """The BD-rate in percent, less is better; nothing where the curves share no range of scores."""
-        try:
-            rate = bd_rate([point.place for point in curve], [point.place for point in reference])
-        except InvalidArgumentError:
-            return ""
-        return f"{100 * rate:+.1f} %"
-
-    def rates(self) -> list[tuple[str, ...]]:
-        """A row per comparison: over the ranks at each number of bits, and of all points of both."""
-        found = []
+    def savings(self) -> list[Saving]:
+        """Every method against LoRA, the first scheme against others, and LoRA split against LoRA: by bits, and all."""
+        first, found = SCHEMES[self.config.schemes[0]], []
         for method in self.methods:
             if method != "lora" and "lora" in self.methods:
-                found.append(self._rates(f"{NAMES[method]} against LoRA", method, None, "lora", None))
-        first = SCHEMES[self.config.schemes[0]]
+                found += self._savings(f"{NAMES[method]} against LoRA", method, "lora")
         for scheme in self.config.schemes[1:]:
             for method in self.methods:
-                found.append(
-                    self._rates(f"{NAMES[method]}, {first} against {SCHEMES[scheme]}", method, None, method, scheme)
-                )
+                found += self._savings(f"{NAMES[method]}, {first} against {SCHEMES[scheme]}", method, method, scheme)
         if split := self.curve("lora", SPLIT):
-            cells = [self.saved(split, self.curve("lora", bits=bits)) for bits in self.config.bits]
-            found.append((f"LoRA, SVD split against {first}", *cells, self.saved(split, self.curve("lora"))))
+            for bits in (*self.config.bits, None):
+                found.append(Saving(f"LoRA, SVD split against {first}", bits, split, self.curve("lora", bits=bits)))
         return found
 
-    def _rates(
-        self, name: str, method: str, scheme: str | None, other: str, other_scheme: str | None
-    ) -> tuple[str, ...]:
-        cells = [
-            self.saved(self.curve(method, scheme, bits), self.curve(other, other_scheme, bits))
+    def _savings(self, name: str, method: str, other: str, other_scheme: str | None = None) -> list[Saving]:
+        return [
+            Saving(name, bits, self.curve(method, bits=bits), self.curve(other, other_scheme, bits))
             for bits in (*self.config.bits, None)
         ]
-        return (name, *cells)
+
+    def rates(self) -> list[tuple[str, ...]]:
+        """A row per comparison and number of bits, and one of all bits."""
+        return [saving.row() for saving in self.savings()]
 
     def rate_columns(self) -> tuple[str, ...]:
         """The headings of `rates`."""
-        return ("bytes at equal score", *(f"{bits} bit{'s' * (bits > 1)}" for bits in self.config.bits), "all")
+        return RATE_COLUMNS
 
     def rows(self, *, brief: bool = False) -> list[tuple[str, ...]]:
         """A row per point: the mean score over seeds and, unless `brief`, from the least to the largest."""
@@ -117,12 +97,12 @@ class CompressionResult:
                 *(NAMES[point.method], str(point.rank), SCHEMES[point.copy.scheme]),
                 "2 and 1" if point.copy.scheme == SPLIT else str(point.copy.bits),
                 f"{point.nbytes / 1e3:.1f}",
-                f"{mean(point.scores):.1f}" if brief else spread(point.scores, ".1f"),
+                (f"{mean(point.scores):.1f}" if brief else spread(point.scores, ".1f")) + self._fewer(point),
                 "" if point.copy.scheme == HALF else f"{point.error:.3f}",
             )
             for point in self.points
         ]
 
-    def left_out(self) -> dict[str, int]:
-        """How many points of each method's curve of all points another one dominates, by its name."""
-        return {NAMES[method]: dominated([each.place for each in self.curve(method)]) for method in self.methods}
+    def _fewer(self, point: Point) -> str:
+        count = len(self.seeds)
+        return "" if len(point.scores) == count else f", {len(point.scores)} of {count} seeds"

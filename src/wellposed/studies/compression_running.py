@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wellposed.compression import compress, read_packed
+from wellposed.compression.compressing import packed_copy
 from wellposed.compression.folders import PlainAdapter, read_plain
-from wellposed.compression.split import split_by_direction
+from wellposed.compression.split import split_all
 from wellposed.compression.updates import layers_of, update_error
 from wellposed.data.language import open_language
 from wellposed.errors import InvalidArgumentError, RunError
@@ -69,8 +68,10 @@ class CopiesRun:
     epochs: int = 1
 
 
-def trained_cells(study: CompressionStudy) -> dict[AdapterCell, FinetuneConfig]:
-    """The adapters that a finished study of adapters has left behind, one seed after the other.
+def trained_cells(study: CompressionStudy) -> tuple[dict[AdapterCell, FinetuneConfig], dict[AdapterCell, str]]:
+    """The adapters that a finished study of adapters has left behind, one seed after the other, and why others are not.
+
+    A mean over sets needs all of them: where one of a seed diverged, the others at that method and rank go with it.
 
     Raises:
         RunError: there is no such study, or it is not finished.
@@ -80,7 +81,7 @@ def trained_cells(study: CompressionStudy) -> dict[AdapterCell, FinetuneConfig]:
     try:
         settings = json.loads((study.adapters / "study.json").read_text("utf-8"))
         outcomes = json.loads(path.read_text("utf-8"))
-        cells = [AdapterCell(**each["cell"]) for each in outcomes if not each["complaint"]]
+        complaints = {AdapterCell(**each["cell"]): each["complaint"] for each in outcomes}
         scores = {name: found for each in outcomes for name, found in each["scores"].items()}
         kind = CONFIGS[settings["modality"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,10 +95,21 @@ def trained_cells(study: CompressionStudy) -> dict[AdapterCell, FinetuneConfig]:
             f"{study.adapters}: answers to {written[0]} were judged as they are written, which is not done for copies; "
             "expected sets with choices or labels"
         )
-    found = {cell: kind.of_run(study.adapters / "runs" / str(cell)) for cell in cells if cell.method != "full"}
-    if not found:
-        raise InvalidArgumentError(f"{study.adapters} has no adapter that was trained to its end")
-    return {cell: replace(run, out=study.adapters / "runs" / str(cell)) for cell, run in found.items()}
+    missing = {cell: why for cell in complaints if (why := _why_not(cell, complaints))}
+    folders = {cell: study.adapters / "runs" / str(cell) for cell in complaints if cell not in missing}
+    if not folders:
+        some = "; ".join(f"{cell}: {why}" for cell, why in list(missing.items())[:3])
+        raise InvalidArgumentError(f"{study.adapters} has no adapter that was trained to its end ({some or 'no runs'})")
+    return {cell: replace(kind.of_run(folder), out=folder) for cell, folder in folders.items()}, missing
+
+
+def _why_not(cell: AdapterCell, complaints: dict[AdapterCell, str]) -> str:
+    if cell.method == "full":
+        return "all weights were trained, which is no adapter"
+    if complaints[cell]:
+        return complaints[cell]
+    lost = next((each for each in complaints if complaints[each] and replace(each, task=cell.task) == cell), None)
+    return f"with {lost}, another set of its seed" if lost else ""
 
 
 def run_copies(study: CompressionStudy, trained: dict[AdapterCell, FinetuneConfig]) -> list[CopiesOutcome]:
@@ -113,12 +125,11 @@ def score_copies(run: CopiesRun, cell: AdapterCell) -> CopiesOutcome:
 
     run.folder.mkdir(parents=True, exist_ok=True)
     done, begun = _read(run.folder), time.perf_counter()
-    adapter = run.adapter.folder / "adapter"
-    plain, place = read_plain(adapter), device_named(run.study.device)
+    plain, place = read_plain(run.adapter.folder / "adapter"), device_named(run.study.device)
     with _tested_as(run) as task:
         for copy in run.study.copies(cell.method):
             if str(copy) not in done["copies"]:
-                tensors, nbytes, error = _copied(adapter, plain, copy, run.study, place)
+                tensors, nbytes, error = _copied(plain, copy, run.study, place)
                 peft.set_peft_model_state_dict(task.model, tensors)
                 scores = by_set(task.evaluate(), cell.task or run.adapter.sets)
                 points = {name: 100 * found[metric_of(name, found)] for name, found in scores.items()}
@@ -153,7 +164,7 @@ def _tested_as(run: CopiesRun) -> Iterator[Any]:
 
 
 def _copied(
-    adapter: Path, plain: PlainAdapter, copy: Copy, study: CompressionStudy, device: torch.device
+    plain: PlainAdapter, copy: Copy, study: CompressionStudy, device: torch.device
 ) -> tuple[dict[str, Tensor], int, float]:
     """The tensors of a copy, the bytes that it takes without heads, and its mean error of dW."""
     heads = sum(tensor.nbytes for key, tensor in plain.tensors.items() if ".lora_" not in key)
@@ -162,20 +173,17 @@ def _copied(
         numbers = sum(tensor.numel() for key, tensor in plain.tensors.items() if ".lora_" in key)
         return halves, 2 * numbers, 0.0
     if copy.scheme == SPLIT:
-        tensors, nbytes, errors = dict(plain.tensors), 0, []
-        for layer in layers_of(plain):
-            split = split_by_direction(layer.a.to(device), layer.b.to(device))
+        tensors, layers, errors = dict(plain.tensors), layers_of(plain), []
+        splits = split_all([(layer.a.to(device), layer.b.to(device)) for layer in layers])
+        for layer, split in zip(layers, splits, strict=True):
             a, b = split.a.cpu(), split.b.cpu()
             errors.append(update_error(layer, a, b))
             tensors[layer.a_key] = a.view_as(plain.tensors[layer.a_key])
             tensors[layer.b_key] = b.view_as(plain.tensors[layer.b_key])
-            nbytes += split.nbytes
-        return tensors, nbytes, mean(errors)
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "packed"
-        how: Any = {"bits": copy.bits, "scheme": copy.scheme, "per": study.per, "device": study.device}
-        done, packed = compress(adapter, out=out, **how), read_packed(out)
-        return packed.tensors(), packed.nbytes - heads, done.error
+        return tensors, sum(split.nbytes for split in splits), mean(errors)
+    scheme: Any = copy.scheme
+    packed, error = packed_copy(plain, copy.bits, scheme, study.per, device)
+    return packed.to("cpu").tensors(), packed.nbytes - heads, error
 
 
 def _finished(run: CopiesRun, cell: AdapterCell) -> CopiesOutcome | None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -31,6 +32,10 @@ class Ended(Protocol):
         ...
 
 
+class LostError(RunError):
+    """A run ended in a way that nobody foresaw."""
+
+
 Key = TypeVar("Key", bound=Hashable)
 Outcome = TypeVar("Outcome", bound=Ended)
 
@@ -46,7 +51,7 @@ def run_side_by_side(
     """How every run ended: those that are done already as they are, the others after `work` on them.
 
     On Ctrl-C or SIGTERM every run writes a checkpoint first. A WellposedError of one ends all of them likewise; but one
-    that diverges or whose process dies says little about the others: they go on, and it is raised in the end.
+    that diverges or breaks off says little about the others: they go on, and it is raised in the end.
 
     Args:
         runs: the settings of each run, under a key that names it.
@@ -132,12 +137,12 @@ def _received(process: ForkServerProcess, results: Connection, config: Settings)
         result = results.recv()
     except EOFError:
         process.join()
-        return RunError(
+        return LostError(
             f"the run in {config.folder} ended with status {process.exitcode} and no word (out of memory? logs/ beside "
             "its folder may tell); the same command goes on with it, fewer --jobs need less"
         )
     process.join()
-    if isinstance(result, WellposedError) and not isinstance(result, DivergedError):
+    if isinstance(result, WellposedError) and not isinstance(result, DivergedError | LostError):
         raise result
     return result
 
@@ -148,6 +153,7 @@ def _work(config: Settings, key: Key, work: Callable[[Any, Key], Outcome], resul
     """
     end_with_parent()
     os.setpgrp()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     torch.set_num_threads(1)  # so that a run's numbers do not depend on how many there are beside it
     log = config.folder.parents[1] / "logs" / f"{key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +165,10 @@ def _work(config: Settings, key: Key, work: Callable[[Any, Key], Outcome], resul
             results.send(error)
         except KeyboardInterrupt:
             os._exit(130)
+        except Exception as error:
+            traceback.print_exc()  # into the log
+            told = f"{type(error).__name__}: {str(error)[:200]}"
+            results.send(LostError(f"{key} ended with {told}; {log} says where. The same command goes on with it"))
 
 
 def _progress_of(out: Path, epochs: int) -> dict[str, Any]:
