@@ -425,27 +425,30 @@ def test_one_loop_is_as_good_as_two(phi: str) -> None:
 
 @pytest.mark.parametrize(("version", "safe"), [("3.6.1", True), ("3.7.0", False)])
 def test_registers_are_used_where_they_were_seen_right(
-    version: str, safe: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, safe: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    registers_are_safe.cache_clear()
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    for kernel, width in (("forward", 64), ("forward", 128), ("queries", 64), ("queries", 128)):
-        found = candidates(kernel, width, single=False, causal=True, span="middle")
-        assert any(tiles.in_registers for tiles in found) is safe
-    assert found[0].one_loop is not safe
-    registers_are_safe.cache_clear()
+    request.addfinalizer(registers_are_safe.cache_clear)
+    for capability in ((9, 0), (8, 6)):
+        registers_are_safe.cache_clear()
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        used = safe and capability == (9, 0)
+        for kernel, width in (("forward", 64), ("forward", 128), ("queries", 64), ("queries", 128)):
+            found = candidates(kernel, width, single=False, causal=True, span="middle")
+            assert any(tiles.in_registers for tiles in found) is used
+        assert found[0].one_loop is not used
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", get_args(Kernel))
-def test_all_tiles_on_a_gpu(kernel: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tiles_on_a_gpu(kernel: Any, width: int) -> None:
     from wellposed.attention.kernels import with_tiles
 
-    monkeypatch.setattr("wellposed.attention.kernels_tiles.registers_are_safe", lambda: True)
     for causal in (False, True):
         for tiles in candidates(kernel, width, single=False, causal=causal, span="middle"):
-            risky = tiles.in_registers or tiles.one_loop
-            for phi in PHIS if risky else ("power3",):
-                with with_tiles(kernel, tiles):
-                    assert_equal_to_definition(case(1, 2, 1, 300, 331, width, torch.bfloat16, phi=phi, causal=causal))
+            for phi in PHIS if tiles.in_registers or tiles.one_loop else ("power3",):
+                for dtype in (torch.bfloat16, torch.float16) if tiles.in_registers else (torch.bfloat16,):
+                    with with_tiles(kernel, tiles):
+                        assert_equal_to_definition(case(1, 2, 1, 300, 331, width, dtype, phi=phi, causal=causal))

@@ -287,8 +287,11 @@ def test_answers_by_text_are_what_a_file_of_texts_gives(home: Path, tmp_path: Pa
         answers = ["--answers", "texts"] if name == "listed" else []
         assert main(["finetune", "language", *words, *small, "--new-tokens", "12", *answers]) == 0
         results[name] = json.loads((tmp_path / f"run-{name}" / "result.json").read_text())
-    for score in ("loss", "accuracy", "written_accuracy"):
+    for score in ("accuracy", "written_accuracy"):
         assert results["listed"][score] == results["plain"][score]
+    learned = [[e["loss"] for e in read_journal(tmp_path / f"run-{name}", "train")] for name in results]
+    assert learned[0] == learned[1]
+    assert results["listed"]["loss"] > results["plain"]["loss"]  # of what the options differ in alone
     card = (tmp_path / "run-listed" / "adapter" / "README.md").read_text()
     assert "| answers | texts |" in card
 

@@ -208,6 +208,20 @@ def test_options_of_the_same_text_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("listed", "completion", "told"),
+    [
+        ("Answer1: one\nand more Answer2: b", "answer1", "has lines between its options"),
+        ("Answer1: no Answer2: yes", "answer1, and not the other", "the text 'no' stands in its completion once more"),
+    ],
+)
+def test_options_that_cannot_be_put_in_place(listed: str, completion: str, told: str, tmp_path: Path) -> None:
+    asked = {"prompt": f"Which?\n\n{listed}\n\nAnswer format: answer1/answer2", "completion": completion}
+    path = write_jsonl(tmp_path / "broken.jsonl", [asked | {"answer": "answer1"}])
+    with pytest.raises(DataError, match=f"line 1:? {told}"):
+        open_language([str(path)], answers="texts")
+
+
+@pytest.mark.parametrize(
     ("listed", "told"),
     [
         ("", "no option"),
@@ -215,6 +229,7 @@ def test_options_of_the_same_text_are_one(tmp_path: Path) -> None:
         ("Answer1: Answer2: sky", "answer2"),
         ("Answer1: a Answer2: b Answer3: c", "answer1, answer2, answer3"),
         ("Answer1: a Answer1: b", "answer1, answer1"),
+        ("Answer1: a Answer2:\nAnswer:", "answer1"),
     ],
 )
 def test_options_without_a_text_of_their_own(listed: str, told: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+import torch
+
 Kernel = Literal["forward", "queries", "keys"]
 
 
@@ -161,9 +163,11 @@ def candidates(kernel: Kernel, width: int, *, single: bool, causal: bool, span: 
 
 @cache
 def registers_are_safe() -> bool:
-    """Whether this is the Triton with which tiles in registers were seen to be right on a GPU: 3.6."""
+    """Whether this is what tiles in registers were seen to be right with: Triton 3.6 on a Hopper GPU."""
     try:
         from triton import __version__  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
+        return False
+    if torch.cuda.is_available() and (torch.version.hip or torch.cuda.get_device_capability()[0] != 9):
         return False
     return bool(__version__.startswith("3.6."))

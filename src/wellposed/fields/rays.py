@@ -38,8 +38,8 @@ def camera_rays(poses_N34: Tensor, height: int, width: int, focal: float, *, ndc
     """
     y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
     local_P3 = torch.stack([(x - width / 2) / focal, -(y - height / 2) / focal, -torch.ones_like(x)], -1).view(-1, 3)
-    # a sum rather than a matrix product, which autocast would round to bfloat16: half a pixel
-    directions = (local_P3.to(poses_N34)[:, None] * poses_N34[:, None, :, :3]).sum(-1).reshape(-1, 3)
+    with torch.autocast(poses_N34.device.type, enabled=False):  # rounded to bfloat16 they would be half a pixel off
+        directions = (local_P3.to(poses_N34) @ poses_N34[:, :, :3].mT).reshape(-1, 3)
     origins = poses_N34[:, :, 3].repeat_interleave(height * width, 0)
     views = F.normalize(directions, dim=-1)
     if ndc:

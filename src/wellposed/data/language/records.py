@@ -14,9 +14,9 @@ from typing import Any, Literal
 from wellposed.errors import DataError
 
 _FIELDS = {"prompt": "completion", "instruction": "output", "text": "label"}
-_FORMAT = re.compile(r"\s*Answer format:\s*(\S+(?:/\S+)+)\s*$")
+_FORMAT = re.compile(r"Answer format:\s*([^\s/]+(?:/[^\s/]+)+)\s*$")
 _NAME = r"(?:answer|solution|option|ending)\d+"
-_OPTION = re.compile(rf"\b({_NAME}):\s*(.*?)(?=\s*(?:\b{_NAME}:|\n|$))", re.IGNORECASE)
+_OPTION = re.compile(rf"\b({_NAME}):", re.IGNORECASE)
 
 Answers = Literal["names", "texts"]
 """What stands for an option that a question lists, as in "Answer1: a text Answer2: another"."""
@@ -123,24 +123,29 @@ def _choices(found: Mapping[str, Any], prompt: str, where: str) -> tuple[str, ..
 
 
 def _answered_by_text(example: Completion, where: str) -> Completion:
-    """`example` without its list of options, whose texts take the place of their names; the same texts are one.
-
-    A text goes on to the next name, or to the end of its line.
-    """
-    prompt = _FORMAT.sub("", example.prompt)
-    options = list(_OPTION.finditer(prompt))
-    listed = [(option[1].lower(), option[2]) for option in options if option[2]]
+    """`example` without its list of options, whose texts take the place of their names; the same texts are one."""
+    told = _FORMAT.search(example.prompt)
+    prompt = example.prompt[: told.start()].rstrip() if told else example.prompt
+    names = list(_OPTION.finditer(prompt))
+    ends = [*(name.start() for name in names[1:]), len(prompt)]
+    lines = [prompt[name.end() : end].partition("\n") for name, end in zip(names, ends, strict=False)]
+    listed = [(name[1].lower(), line.strip()) for name, (line, _, _) in zip(names, lines, strict=True) if line.strip()]
     if sorted(name for name, _ in listed) != sorted(map(str.lower, example.choices)):
         raise DataError(
             f"{where} lists {', '.join(name for name, _ in listed) or 'no option'} with a text: expected "
             f"{', '.join(example.choices)}, each once, as in 'Answer1: a text Answer2: another'; or answers "
             "by their names"
         )
+    if any(more.strip() for _, _, more in lines[:-1]):
+        raise DataError(f"{where} has lines between its options: expected the text of each in one line")
     texts = dict(listed)
     answer = texts[example.answer.lower()]
     choices = tuple(dict.fromkeys(texts[choice.lower()] for choice in example.choices))
-    asked = prompt[: options[0].start()].rstrip() + prompt[options[-1].end() :]
-    return Completion(asked, example.completed_by(answer), answer, choices, by_character=True)
+    asked = prompt[: names[0].start()].rstrip() + "".join(lines[-1][1:])
+    changed = Completion(asked, example.completed_by(answer), answer, choices, by_character=True)
+    if changed.completed_by(example.answer) != example.completion:
+        raise DataError(f"{where}: the text {answer!r} stands in its completion once more, after the answer")
+    return changed
 
 
 def _text(found: Mapping[str, Any], name: str, where: str) -> str:

@@ -41,6 +41,16 @@ class Row:
     """Which answer, a place, and the token that comes next there in this answer."""
 
 
+def common_start(answers: Sequence[Tokens]) -> int:
+    """How many tokens they begin alike with; the last one of each is its own."""
+    common = 0
+    for tokens in zip(*(answer.ids[:-1] for answer in answers), strict=False):
+        if len(set(tokens)) > 1:
+            break
+        common += 1
+    return common
+
+
 def row_of_answers(answers: Sequence[Tokens]) -> Row:
     """One row for all `answers`; the last token of each is asked for and need not be read.
 
@@ -51,11 +61,7 @@ def row_of_answers(answers: Sequence[Tokens]) -> Row:
         >>> row.asked
         [(0, 1, 7), (0, 2, 1), (1, 1, 8), (1, 3, 1)]
     """
-    common = 0
-    for tokens in zip(*(answer.ids[:-1] for answer in answers), strict=False):
-        if len(set(tokens)) > 1:
-            break
-        common += 1
+    common = common_start(answers)
     ids, endings = answers[0].ids[:common], [0] * common
     positions = list(range(common))
     asked = []

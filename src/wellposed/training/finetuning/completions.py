@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from wellposed.data.language.packing import packed
 from wellposed.data.language.tokens import IGNORED, Tokens
 from wellposed.errors import UnsuitableModelError
 from wellposed.evaluation.language.generation import is_right, written_answers
-from wellposed.evaluation.language.likelihood import Choosing, Logits, choose, sees_own
+from wellposed.evaluation.language.likelihood import Choosing, Logits, choose, common_start, sees_own
 from wellposed.runs import tracked
 from wellposed.training.finetuning.language_task import AT_ONCE, SPLITTING, LanguageTask
 
@@ -82,8 +83,12 @@ class CompletionTask(LanguageTask):
 
     def _asked(self, example: Completion) -> Choosing:
         place = example.choices.index(example.answer) if example.choices else 0
-        lengths = [len(choice) for choice in example.choices] if example.by_character else []
-        return Choosing(self.encoder.choices(example), place, lengths)
+        answers, lengths = self.encoder.choices(example), []
+        if example.by_character:  # of what the answers differ in
+            common = common_start(answers)
+            answers = [replace(answer, prompt=max(answer.prompt, common)) for answer in answers]
+            lengths = [len(choice) for choice in example.choices]
+        return Choosing(answers, place, lengths)
 
     def _net(self) -> nn.Module:
         return NextToken(self.model, positions=self._config.pack)

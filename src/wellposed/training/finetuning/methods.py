@@ -84,7 +84,7 @@ def rounding_layers(model: nn.Module) -> list[Any]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile the blocks that `model` repeats, in place: the code of one serves all, the parts around them stay."""
+    """Compile the blocks that `model` repeats, in place; those that are alike share their code."""
     blocks = list(_repeated(model))
     if not blocks:
         raise UnsuitableModelError(f"{type(model).__name__} has no repeated blocks: leave --compile out")
