@@ -98,9 +98,10 @@ _FIRST: dict[tuple[Kernel, int, bool, Span], Tiles] = {
     ("queries", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
     ("keys", 64, True, "middle"): Tiles(64, 64, 4, 3, 168),
     ("forward", 64, True, "long"): Tiles(64, 64, 4, 3, in_registers=True),
-    ("queries", 64, True, "long"): Tiles(64, 64, 4, 3),
+    ("queries", 64, True, "long"): Tiles(64, 64, 4, 3, in_registers=True),
     ("keys", 64, True, "long"): Tiles(64, 64, 4, 3),
     ("forward", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
+    ("queries", 128, False, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
     ("queries", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
     ("keys", 128, True, "middle"): Tiles(64, 64, 4, 2),
 }
@@ -110,6 +111,7 @@ none that of the middle is taken, and where that has none the first of all.
 _WITHOUT_REGISTERS: dict[tuple[Kernel, int, bool, Span], Tiles] = {
     ("forward", 64, True, "middle"): Tiles(64, 64, 4, 3, one_loop=True),
     ("forward", 64, True, "long"): Tiles(128, 64, 8, 3),
+    ("queries", 64, True, "long"): Tiles(64, 64, 4, 3),
     ("queries", 128, True, "middle"): Tiles(128, 64, 8, 3, one_loop=True),
 }
 """The first where those above may not be used."""
