@@ -55,6 +55,8 @@ class Curves:
     """Ticks at whole numbers only, of blocks and epochs."""
     log_x: bool = False
     """On a logarithmic scale from left to right too, with a mark at each point."""
+    floor: float | None = None
+    """Where the panel ends below, whatever lies under it."""
 
     def svg(self) -> str:
         """As inline SVG."""
@@ -76,6 +78,8 @@ class Curves:
             if line.low:
                 axes.vlines(line.x, line.low, line.high, colors=line.colour, linewidth=1, alpha=0.6)
         axes.set(xlabel=self.x, ylabel=self.y, yscale="log" if self.log else "linear")
+        if self.floor is not None:
+            axes.set_ylim(bottom=self.floor)
         if self.log_x:
             _log_ticks(axes, both=self.log)
         if self.whole and not self.log_x:

@@ -18,7 +18,7 @@ LOOKS = {
     "dora": ("#228833", "-"),
     "sine": ("#ee6677", "-"),
     "sine-dora": ("#aa3377", "-"),
-    "lora-control": ("#4477aa", ":"),
+    "lora-control": ("#ccbb44", "--"),
 }
 """Colour and style of each method's lines."""
 

@@ -1,5 +1,6 @@
 """The words and the pictures of a study of compressed adapters."""
 
+from math import inf
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,10 @@ def over_bytes(result: "CompressionResult") -> list[Curves]:
 
 
 def over_bits(result: "CompressionResult") -> list[Curves]:
-    """The score against the bits, a panel per rank: every method and scheme."""
+    """The score against the bits, a panel per rank: every method and scheme, down to the lowest of the first scheme."""
     panels = []
     for rank in sorted({point.rank for point in result.points}):
-        lines = []
+        lines, lowest = [], inf
         for method in result.methods:
             for scheme, style in zip(result.config.schemes, ("-", ":", "--"), strict=False):
                 own = sorted(
@@ -43,7 +44,8 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
                 name = f"{NAMES[method]}, {SCHEMES[scheme]}"
                 x, y = [point.copy.bits for point in own], [mean(point.scores) for point in own]
                 lines.append(Line(name, x, y, LOOKS[method][0], style))
-        panels.append(Curves(f"rank {rank}: score", lines, "bits a number", ""))
+                lowest = min([lowest, *y]) if scheme == result.config.schemes[0] else lowest
+        panels.append(Curves(f"rank {rank}: score", lines, "bits a number", "", floor=lowest - 1))
     return panels
 
 
@@ -63,10 +65,15 @@ def lead(result: "CompressionResult") -> str:
         f"From float16 to {few} bits, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes by "
         f"{', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
     )
-    shown = [saving for saving in result.savings() if saving.bits in {few, None}]
+    savings = result.savings()
+    shown = [saving for saving in savings if saving.bits in {few, None} and saving.name.endswith("against LoRA")]
     for name in dict.fromkeys(saving.name for saving in shown):
         own = [_told(saving) for saving in shown if saving.name == name]
         told.append(f"{name}, bytes at equal score: {', '.join(own)}.")
+    others = [saving for saving in savings if saving.bits == few and not saving.name.endswith("against LoRA")]
+    if others:
+        listed = "; ".join(f"{saving.name} {saving.of_means}" for saving in others)
+        told.append(f"Likewise at {few} bit{'s' * (few > 1)}, means over seeds: {listed}.")
     if max(counts) == 1:
         told.append("There is one seed: another could change these rates by tens of percent.")
     if any(saving.left_out for saving in shown):
