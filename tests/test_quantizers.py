@@ -100,11 +100,11 @@ def test_lloyd_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kmeans_codebooks(x, 256), found)
 
 
-@pytest.mark.parametrize("scheme", ["kmeans", "uniform", "normal"])
+@pytest.mark.parametrize("scheme", ["kmeans", "uniform", "normal", "unbiased"])
 def test_as_many_values_as_numbers_are_exact(scheme: str) -> None:
     x = torch.tensor([[0.25, -1.5, 3.0, 0.25]])
     (found,) = quantize([x], 3, scheme)  # type: ignore[arg-type]
-    if scheme == "kmeans":
+    if scheme in {"kmeans", "unbiased"}:
         assert torch.equal(found.values(), x)
     assert found.codes.max() < 8
     assert found.codebooks.shape == (1, 8)
@@ -120,6 +120,20 @@ def test_codes_name_the_nearest_value() -> None:
         values = found.codebooks.float() * 2.0**found.exponent
         distances = (x[..., None] - values[:, None]).abs()
         torch.testing.assert_close((x - found.values()).abs(), distances.amin(2))
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "heavy tails", "an outlier", "clumps"])
+def test_unbiased_is_kmeans_at_the_length_of_what_it_reads(kind: str) -> None:
+    x = numbers(kind, 3000)[None].double()
+    for bits in (1, 2, 4):
+        (short,), (kept,) = quantize([x], bits, "kmeans"), quantize([x], bits, "unbiased")
+        assert torch.equal(kept.codes, short.codes)
+        along = [((x * found.values()).sum(1) / x.square().sum(1)) for found in (short, kept)]
+        torch.testing.assert_close(along[1], torch.ones_like(along[1]), rtol=0, atol=1e-3)
+        assert (along[0] < 1 + 1e-3).all()
+    gain = (torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)),)
+    (half,) = quantize(gain, 1, "kmeans")
+    assert float((gain[0] * half.values()).sum() / gain[0].square().sum()) == pytest.approx(2 / torch.pi, abs=5e-3)
 
 
 def test_uniform_and_normal_have_their_levels() -> None:
@@ -187,13 +201,13 @@ def test_bits_out_of_range(bits: object) -> None:
 def test_what_has_no_codebook(matrix: Tensor) -> None:
     with pytest.raises(InvalidArgumentError, match="cannot be quantized"):
         quantize([matrix], 3)
-    with pytest.raises(InvalidArgumentError, match="expected one of kmeans, uniform, normal"):
+    with pytest.raises(InvalidArgumentError, match="expected one of kmeans, uniform, normal, unbiased"):
         quantize([torch.ones(1, 2)], 3, "nothing")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same() -> None:
-    for scheme in ("kmeans", "uniform", "normal"):
+    for scheme in ("kmeans", "uniform", "normal", "unbiased"):
         for bits in (1, 3, 5, 8):
             rows = torch.stack([numbers(kind, 20_000) for kind in ("normal", "laplace", "heavy tails")])
             (cpu,), (gpu,) = quantize([rows], bits, scheme), quantize([rows.cuda()], bits, scheme)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ class Line:
     y: Sequence[float]
     colour: str
     style: str = "-"
-    """Of matplotlib: "-", "--" or ":"."""
+    """Of matplotlib: "-", "--", "-." or ":"."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     """The ends of a bar at each point, or none."""

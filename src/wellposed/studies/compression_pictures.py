@@ -36,7 +36,7 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
     for rank in sorted({point.rank for point in result.points}):
         lines, lowest = [], inf
         for method in result.methods:
-            for scheme, style in zip(result.config.schemes, ("-", ":", "--"), strict=False):
+            for scheme, style in zip(result.config.schemes, ("-", ":", "--", "-."), strict=False):
                 own = sorted(
                     (point for point in result.curve(method, scheme) if point.rank == rank),
                     key=lambda point: point.copy.bits,

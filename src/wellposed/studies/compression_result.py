@@ -13,7 +13,14 @@ from wellposed.studies.compression_rates import RATE_COLUMNS, Point, Saving
 from wellposed.studies.compression_running import CopiesOutcome
 from wellposed.studies.low_rank import spread
 
-SCHEMES = {"kmeans": "k-means", "uniform": "uniform", "normal": "normal float", HALF: "float16", SPLIT: "SVD split"}
+SCHEMES = {
+    "kmeans": "k-means",
+    "uniform": "uniform",
+    "normal": "normal float",
+    "unbiased": "unbiased",
+    HALF: "float16",
+    SPLIT: "SVD split",
+}
 COLUMNS = ("method", "r", "held as", "bits", "KB", "score", "error of dW")
 
 
