@@ -260,7 +260,7 @@ def test_rates_and_words_follow_the_numbers() -> None:
     assert "-14.0 for LoRA" in text
     assert "SineLoRA against LoRA, bytes at equal score: -50.0 % at 2 bits (over 2 seeds), -50.0 % over" in text
     assert "DoRA against LoRA, bytes at equal score: all scores higher at 2 bits (in 2 of 2 seeds), all" in text
-    assert "Likewise at 2 bits, means over seeds: LoRA, k-means against uniform -" in text
+    assert "Likewise at 2 bits, means over seeds (seed by seed below): LoRA, k-means against uniform -" in text
     assert "LoRA, SVD split against k-means +0.0 %." in text
 
 

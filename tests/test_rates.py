@@ -135,7 +135,7 @@ def test_curves_that_cannot_be_compared(curve: list[tuple[float, float]], messag
     st.integers(1, 12),
     st.integers(1, 4),
     st.integers(1, 8),
-    st.sampled_from(["kmeans", "uniform", "normal", "unbiased"]),
+    st.sampled_from(["kmeans", "uniform", "normal", "stretched"]),
     st.integers(0, 2**31),
 )
 def test_the_stable_rank_stays_within_its_bounds(m: int, n: int, rank: int, bits: int, scheme: str, seed: int) -> None:

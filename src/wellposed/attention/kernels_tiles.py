@@ -101,7 +101,7 @@ _FIRST: dict[tuple[Kernel, int, bool, Span], Tiles] = {
     ("queries", 64, True, "long"): Tiles(64, 64, 4, 3, in_registers=True),
     ("keys", 64, True, "long"): Tiles(64, 64, 4, 3),
     ("forward", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
-    ("queries", 128, False, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
+    ("queries", 128, False, "long"): Tiles(64, 64, 4, 3, in_registers=True),
     ("queries", 128, True, "middle"): Tiles(64, 64, 4, 3, in_registers=True),
     ("keys", 128, True, "middle"): Tiles(64, 64, 4, 2),
 }

@@ -21,9 +21,9 @@ class CompressArgs:
     """Largest size of the file, such as 2MB or 500KiB; the bits of each factor are chosen for it."""
     max_error: float | None = None
     """Largest relative error of the update of a layer; the bits of each factor are chosen for it."""
-    scheme: Literal["kmeans", "uniform", "normal", "unbiased"] = "kmeans"
-    """How the values that codes stand for are chosen: the smallest error, equal steps, NormalFloat, or those of k-means
-    stretched so that factors keep their length."""
+    scheme: Literal["kmeans", "uniform", "normal", "stretched"] = "kmeans"
+    """How the values that codes stand for are chosen: with the smallest error, in equal steps, as NormalFloat, or as by
+    k-means and stretched, so that factors keep their length along themselves, at a larger error."""
     per: Literal["tensor", "row"] = "tensor"
     """What has a codebook of its own: each factor, or each of the r rows of A and columns of B."""
     expand: bool = False

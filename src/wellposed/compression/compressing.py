@@ -112,7 +112,7 @@ def compress(
     Args:
         adapter: a folder of PEFT's with a LoRA, DoRA, rsLoRA or sine adapter.
         bits: 1 to 8, the same for all factors; give this, `budget` or `max_error`.
-        scheme: how the 2^bits values are chosen: "kmeans", "uniform", "normal" or "unbiased".
+        scheme: how the 2^bits values are chosen: "kmeans", "uniform", "normal" or "stretched".
         out: the new folder. It appears when it is whole.
         per: one codebook per "tensor", or per "row": for each of the r rows of A and columns of B.
         budget: largest size of the file, in bytes or as "2MB", "500 KiB". Each factor gets the bits that lower the

@@ -79,7 +79,8 @@ class Curves:
                 axes.vlines(line.x, line.low, line.high, colors=line.colour, linewidth=1, alpha=0.6)
         axes.set(xlabel=self.x, ylabel=self.y, yscale="log" if self.log else "linear")
         if self.floor is not None:
-            axes.set_ylim(bottom=self.floor)
+            top = max(y for line in self.lines for y in line.y)
+            axes.set_ylim(self.floor, top + 0.05 * (top - self.floor))
         if self.log_x:
             _log_ticks(axes, both=self.log)
         if self.whole and not self.log_x:

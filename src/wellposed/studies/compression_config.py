@@ -34,7 +34,7 @@ class CompressionStudy:
     adapters: Path = Path("runs/adapters")
     """Folder of a study that wellposed study --ablation adapters has finished."""
     bits: tuple[int, ...] = (1, 2, 3, 4, 5, 8)
-    schemes: tuple[Literal["kmeans", "uniform", "normal", "unbiased"], ...] = ("kmeans", "uniform")
+    schemes: tuple[Literal["kmeans", "uniform", "normal", "stretched"], ...] = ("kmeans", "uniform")
     """How the values of the codebooks are chosen; the first one is compared between methods."""
     per: Literal["tensor", "row"] = "tensor"
     """A codebook for each factor, or for each of the r rows of A and columns of B."""

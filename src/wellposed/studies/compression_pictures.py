@@ -1,6 +1,6 @@
 """The words and the pictures of a study of compressed adapters."""
 
-from math import inf
+from math import inf, isfinite
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,8 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
                 x, y = [point.copy.bits for point in own], [mean(point.scores) for point in own]
                 lines.append(Line(name, x, y, LOOKS[method][0], style))
                 lowest = min([lowest, *y]) if scheme == result.config.schemes[0] else lowest
-        panels.append(Curves(f"rank {rank}: score", lines, "bits a number", "", floor=lowest - 1))
+        floor = lowest - 1 if isfinite(lowest) else None
+        panels.append(Curves(f"rank {rank}: score", lines, "bits a number", "", floor=floor))
     return panels
 
 
@@ -62,8 +63,8 @@ def lead(result: "CompressionResult") -> str:
     few = min(result.config.bits, key=lambda bits: abs(bits - 2))
     lost = {method: _lost(result, method, few) for method in result.methods}
     told.append(
-        f"From float16 to {few} bits, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes by "
-        f"{', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
+        f"From float16 to {few} bit{'s' * (few > 1)}, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes "
+        f"by {', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
     )
     savings = result.savings()
     shown = [saving for saving in savings if saving.bits in {few, None} and saving.name.endswith("against LoRA")]
@@ -73,7 +74,7 @@ def lead(result: "CompressionResult") -> str:
     others = [saving for saving in savings if saving.bits == few and not saving.name.endswith("against LoRA")]
     if others:
         listed = "; ".join(f"{saving.name} {saving.of_means}" for saving in others)
-        told.append(f"Likewise at {few} bit{'s' * (few > 1)}, means over seeds: {listed}.")
+        told.append(f"Likewise at {few} bit{'s' * (few > 1)}, means over seeds (seed by seed below): {listed}.")
     if max(counts) == 1:
         told.append("There is one seed: another could change these rates by tens of percent.")
     if any(saving.left_out for saving in shown):
@@ -107,7 +108,12 @@ def sections(result: "CompressionResult") -> list[Section]:
             "codebooks and DoRA's magnitudes, without heads that were trained beside the adapter and without headers.",
             [curves.svg() for curves in over_bytes(result)],
         ),
-        Section("Scores over bits", "Means over seeds.", [curves.svg() for curves in over_bits(result)], across=2),
+        Section(
+            "Scores over bits",
+            "Means over seeds. Lines that end at the lower edge go on below it.",
+            [curves.svg() for curves in over_bits(result)],
+            across=2,
+        ),
         Section(
             "All numbers",
             "Scores as in the study of the adapters, the mean over its sets and over seeds and, in brackets, from the "

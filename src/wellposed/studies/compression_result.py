@@ -17,7 +17,7 @@ SCHEMES = {
     "kmeans": "k-means",
     "uniform": "uniform",
     "normal": "normal float",
-    "unbiased": "unbiased",
+    "stretched": "stretched k-means",
     HALF: "float16",
     SPLIT: "SVD split",
 }
