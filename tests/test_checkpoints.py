@@ -103,3 +103,12 @@ def test_a_journal_goes_on_where_its_checkpoint_stood(tmp_path: Path) -> None:
         {"event": "test", "step": 2, "accuracy": 0.5},
     ]
     assert read_journal(tmp_path, "test") == [{"event": "test", "step": 2, "accuracy": 0.5}]
+
+
+def test_curves_are_read_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    """TensorBoard's files are named by the second and then a count, by which .10 comes before .9."""
+    for step in (None, 1):
+        with Journal(tmp_path, step=step) as journal:
+            journal.write("train", 2, loss=0.5)
+    seconds = [path.name.split(".")[3] for path in (tmp_path / "tensorboard").iterdir()]
+    assert len(set(seconds)) == 2

@@ -1,6 +1,7 @@
 """What a run reports along the way: one JSON line per event, and the same numbers as TensorBoard curves."""
 
 import json
+import time
 from os import SEEK_END
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,11 @@ class Journal:
         self._file: IO[bytes] = (folder / "metrics.jsonl").open("ab")
         self._file.truncate(min(length, self._file.tell()))
         self._file.seek(0, SEEK_END)
-        self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=None if step is None else step + 1)
+        curves = folder / "tensorboard"
+        # TensorBoard reads files by their names, which begin with the second: two of one second may change places.
+        if any(curves.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(1 - time.time() % 1)
+        self._curves = SummaryWriter(str(curves), purge_step=None if step is None else step + 1)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Add an event; its numbers become points of curves named event/name."""
