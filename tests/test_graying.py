@@ -44,9 +44,11 @@ def by_svd(X: Tensor, eps: float, tol: float) -> Tensor:
 
 
 def by_dctn(X: Tensor, eps: float, tol: float) -> Tensor:
+    """The definition; what lies below the floor is raised as if it lay there."""
     coefficients = scipy.fft.dctn(X.double().numpy(), axes=(-2, -1), norm="ortho")
     largest = np.abs(coefficients).max((-2, -1), keepdims=True)
-    grayed = coefficients * np.maximum(np.abs(coefficients) / largest, tol) ** (eps - 1)
+    shares = np.abs(coefficients) / largest
+    grayed = np.sign(coefficients) * np.where(shares < tol, shares * tol ** (eps - 1), shares**eps) * largest
     return torch.from_numpy(scipy.fft.idctn(grayed, axes=(-2, -1), norm="ortho"))
 
 

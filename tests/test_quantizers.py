@@ -1,6 +1,7 @@
 """Codebooks against scikit-learn, scipy and every way to cut a few numbers."""
 
 from itertools import combinations_with_replacement
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from scipy.stats import norm
 from sklearn.cluster import KMeans
 from torch import Tensor
 
+from wellposed.cli.compress import CompressArgs
 from wellposed.compression import kmeans as kmeans_module
 from wellposed.compression.bits import pack, packed_length, unpack
 from wellposed.compression.kmeans import kmeans_codebooks
-from wellposed.compression.quantizers import normal_levels, quantize
+from wellposed.compression.quantizers import Scheme, normal_levels, quantize
 from wellposed.errors import InvalidArgumentError
+from wellposed.studies.compression_config import CompressionStudy
 
 QLORA_NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -131,9 +134,26 @@ def test_stretched_is_kmeans_at_the_length_of_what_it_reads(kind: str) -> None:
         along = [((x * found.values()).sum(1) / x.square().sum(1)) for found in (short, kept)]
         torch.testing.assert_close(along[1], torch.ones_like(along[1]), rtol=0, atol=1e-3)
         assert (along[0] < 1 + 1e-3).all()
-    gain = (torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0)),)
-    (half,) = quantize(gain, 1, "kmeans")
-    assert float((gain[0] * half.values()).sum() / gain[0].square().sum()) == pytest.approx(2 / torch.pi, abs=5e-3)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_what_stretching_does_to_the_product_of_normal_factors(bits: int) -> None:
+    share, random = 1 - MAX_1960[bits], torch.Generator().manual_seed(0)  # of its square that a normal row keeps
+    b, a = torch.randn(600, 64, generator=random), torch.randn(64, 600, generator=random)
+    for scheme, along, error in (
+        ("kmeans", share**2, (1 - share**2) ** 0.5),
+        ("stretched", 1.0, (share**-2 - 1) ** 0.5),
+    ):
+        q_b, q_a = (found.values() for found in quantize([b.view(1, -1), a.view(1, -1)], bits, scheme))  # type: ignore[arg-type]
+        exact, made = b @ a, q_b.view_as(b) @ q_a.view_as(a)
+        assert float((exact * made).sum() / exact.square().sum()) == pytest.approx(along, rel=0.02)
+        assert float((made - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.02)
+
+
+def test_schemes_are_the_same_everywhere() -> None:
+    """Flags are written out, so that help needs no torch."""
+    assert get_type_hints(CompressArgs)["scheme"] == Scheme
+    assert get_type_hints(CompressionStudy)["schemes"] == tuple[Scheme, ...]
 
 
 def test_uniform_and_normal_have_their_levels() -> None:

@@ -180,7 +180,7 @@ def test_a_run_that_diverges_is_an_outcome(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, flags = tmp_path / "study", [*FLAGS, "--epochs", "8"]
+    out, flags = tmp_path / "study", [*FLAGS, "--epochs", "12"]
     command = [sys.executable, "-m", "wellposed", "study", *flags, "--out", str(out)]
     # Where the tests run in the background of a shell, what they start would be deaf to Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -204,7 +204,7 @@ def test_ctrl_c_stops_every_run_gently_and_starts_none(tmp_path: Path, capsys: p
     assert main(["study", *flags, "--out", str(out)]) == 0
     steps = [event["step"] for event in read_journal(out / "runs" / "skip-adamw-0", "train")]
     assert steps == sorted(set(steps))
-    assert stopped <= steps[-1] == 8 * 22
+    assert stopped <= steps[-1] == 12 * 22
 
 
 @needs_chromium

@@ -1,6 +1,5 @@
 """The words and the pictures of a study of compressed adapters."""
 
-from math import inf, isfinite
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
     """The score against the bits, a panel per rank: every method and scheme, down to the lowest of the first scheme."""
     panels = []
     for rank in sorted({point.rank for point in result.points}):
-        lines, lowest = [], inf
+        lines = []
         for method in result.methods:
             for scheme, style in zip(result.config.schemes, ("-", ":", "--", "-."), strict=False):
                 own = sorted(
@@ -44,8 +43,10 @@ def over_bits(result: "CompressionResult") -> list[Curves]:
                 name = f"{NAMES[method]}, {SCHEMES[scheme]}"
                 x, y = [point.copy.bits for point in own], [mean(point.scores) for point in own]
                 lines.append(Line(name, x, y, LOOKS[method][0], style))
-                lowest = min([lowest, *y]) if scheme == result.config.schemes[0] else lowest
-        floor = lowest - 1 if isfinite(lowest) else None
+        first = [
+            point for point in result.points if (point.rank, point.copy.scheme) == (rank, result.config.schemes[0])
+        ]
+        floor = min(mean(point.scores) for point in first) - 1
         panels.append(Curves(f"rank {rank}: score", lines, "bits a number", "", floor=floor))
     return panels
 
@@ -66,12 +67,11 @@ def lead(result: "CompressionResult") -> str:
         f"From float16 to {few} bit{'s' * (few > 1)}, {SCHEMES[result.config.schemes[0]]}, the mean over ranks changes "
         f"by {', '.join(f'{change:+.1f} for {NAMES[method]}' for method, change in lost.items())} points of 100."
     )
-    savings = result.savings()
-    shown = [saving for saving in savings if saving.bits in {few, None} and saving.name.endswith("against LoRA")]
+    shown = [saving for saving in result.against_lora() if saving.bits in {few, None}]
     for name in dict.fromkeys(saving.name for saving in shown):
         own = [_told(saving) for saving in shown if saving.name == name]
         told.append(f"{name}, bytes at equal score: {', '.join(own)}.")
-    others = [saving for saving in savings if saving.bits == few and not saving.name.endswith("against LoRA")]
+    others = [saving for saving in result.between_schemes() if saving.bits == few]
     if others:
         listed = "; ".join(f"{saving.name} {saving.of_means}" for saving in others)
         told.append(f"Likewise at {few} bit{'s' * (few > 1)}, means over seeds (seed by seed below): {listed}.")

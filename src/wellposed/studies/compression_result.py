@@ -69,12 +69,14 @@ class CompressionResult:
         own = [point for point in self.points if point.method == method and point.copy.scheme == chosen]
         return sorted((point for point in own if bits in {None, point.copy.bits}), key=lambda point: point.nbytes)
 
-    def savings(self) -> list[Saving]:
-        """Every method against LoRA, the first scheme against others, and LoRA split against LoRA: by bits, and all."""
-        first, found = SCHEMES[self.config.schemes[0]], []
-        for method in self.methods:
-            if method != "lora" and "lora" in self.methods:
-                found += self._savings(f"{NAMES[method]} against LoRA", method, "lora")
+    def against_lora(self) -> list[Saving]:
+        """Every other method against LoRA: by bits, and all."""
+        others = [method for method in self.methods if method != "lora" and "lora" in self.methods]
+        return [each for other in others for each in self._savings(f"{NAMES[other]} against LoRA", other, "lora")]
+
+    def between_schemes(self) -> list[Saving]:
+        """The first scheme against others, and LoRA split against LoRA: by bits, and all."""
+        first, found = SCHEMES[self.config.schemes[0]], list[Saving]()
         for scheme in self.config.schemes[1:]:
             for method in self.methods:
                 found += self._savings(f"{NAMES[method]}, {first} against {SCHEMES[scheme]}", method, method, scheme)
@@ -91,7 +93,7 @@ class CompressionResult:
 
     def rates(self) -> list[tuple[str, ...]]:
         """A row per comparison and number of bits, and one of all bits."""
-        return [saving.row() for saving in self.savings()]
+        return [saving.row() for saving in (*self.against_lora(), *self.between_schemes())]
 
     def rate_columns(self) -> tuple[str, ...]:
         """The headings of `rates`."""
