@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import DataError, InvalidArgumentError
+from wellposed.runs import tracked
 
 OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,
@@ -77,7 +78,9 @@ def make_listops(
             "1 <= min_length <= max_length"
         )
     draw = random.Random(seed)
-    drawn = [_drawn(draw, min_length, max_length, max_depth, max_args) for _ in range(count)]
+    drawn = [
+        _drawn(draw, min_length, max_length, max_depth, max_args) for _ in tracked(range(count), "making expressions")
+    ]
     tokens = torch.zeros(count, max(len(expression) for expression, _ in drawn), dtype=torch.uint8)
     for row, (expression, _) in zip(tokens, drawn, strict=True):
         row[: len(expression)] = torch.tensor(expression, dtype=torch.uint8)
