@@ -226,18 +226,19 @@ def test_what_has_no_codebook(matrix: Tensor) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same() -> None:
-    for scheme in ("kmeans", "uniform", "normal", "stretched"):
-        for bits in (1, 3, 5, 8):
-            rows = torch.stack([numbers(kind, 20_000) for kind in ("normal", "laplace", "heavy tails")])
-            (cpu,), (gpu,) = quantize([rows], bits, scheme), quantize([rows.cuda()], bits, scheme)  # type: ignore[arg-type]
+@pytest.mark.parametrize("scheme", ["kmeans", "uniform", "normal", "stretched"])
+def test_a_gpu_finds_the_same(scheme: Scheme) -> None:
+    matrices = [numbers(kind, 20_000)[None] for kind in ("normal", "laplace", "heavy tails")]
+    for bits in (1, 3, 5, 8):
+        found = [quantize([x.to(device) for x in matrices], bits, scheme) for device in ("cpu", "cuda")]
+        for x, cpu, gpu in zip(matrices, *found, strict=True):
+            values = gpu.values().cpu()
             if scheme == "stretched":  # its error is not the least
-                along = (gpu.values().cpu() * rows).sum(1) / rows.square().sum(1)
-                torch.testing.assert_close(along, torch.ones(3), rtol=0, atol=1e-3)
+                assert float((values * x).sum() / x.square().sum()) == pytest.approx(1, abs=1e-3)
             else:
-                errors = [float((each.values().cpu().double() - rows.double()).norm()) for each in (cpu, gpu)]
+                errors = [float((each.double() - x.double()).norm()) for each in (cpu.values(), values)]
                 assert errors[1] <= errors[0] * (1 + 1e-6)
-            assert torch.equal(unpack(pack(gpu.codes, bits), rows.numel(), bits).view_as(gpu.codes), gpu.codes)
+            assert torch.equal(unpack(pack(gpu.codes, bits), x.numel(), bits).view_as(gpu.codes), gpu.codes)
 
 
 @pytest.mark.gpu
