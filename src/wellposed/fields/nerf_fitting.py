@@ -20,6 +20,7 @@ from wellposed.fields.results import FITTED, TRUTH, FieldResult
 from wellposed.fields.scenes import Scene, Views, read_scene
 from wellposed.fields.training import FieldTask, fit_field
 from wellposed.runs import atomic_path, device_named, tracked, writing_to
+from wellposed.training.accelerators import compiled
 from wellposed.training.guards import repeatable
 
 TURNTABLE, VIEWS = "turntable.gif", "views.png"
@@ -74,7 +75,7 @@ class NerfTask(FieldTask):
         self.nerf = Nerf(network, sampling_of(config, scene, self._rays))
         self.render: Callable[..., Rendered] = self.nerf.render
         if config.compile:
-            self.render = torch.compile(self.nerf.render, dynamic=False)
+            self.render = compiled(self.nerf.render, accelerator)
         super().__init__(
             *(network, replace(spec, facts=self.nerf.facts()), config, accelerator),
             batch_size=self.nerf.sampling.rays,
@@ -91,7 +92,7 @@ class NerfTask(FieldTask):
         seen, truth = self.render(self._rays.at(chosen), jitter=True), self._colours[chosen]
         error = _error(seen.colour, truth, seen.complete)
         loss = error if seen.coarse is None else error + _error(seen.coarse, truth, seen.complete)
-        shares = {"whole_rays": seen.complete.float().mean(), "used_samples": seen.used}
+        shares = {"whole_rays": seen.complete.float().mean(), "used_samples": seen.used.clone()}
         return {"loss": loss, "psnr": decibels(error.detach()), **shares}
 
     def scores(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Where a run takes place: accelerate's view of devices, precision and processes."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import nn
 
 from wellposed.errors import InvalidArgumentError
 from wellposed.runs import device_named
@@ -42,10 +42,12 @@ def use_bf16(precision: Literal["auto", "fp32", "bf16"], device: torch.device) -
     return precision == "bf16" or (precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
 
 
-def compiled(model: nn.Module, accelerator: Accelerator) -> Callable[..., Any]:
-    """`model` compiled; alone on a GPU also replayed as CUDA graphs, since starting its kernels takes as long as they.
+def compiled(function: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
+    """`function` compiled; alone on a GPU also replayed as CUDA graphs: to start its kernels takes as long as they do.
 
     What a call returns is overwritten by the next one.
     """
+    # Products in float32 within a bfloat16 run are meant.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1
-    return torch.compile(model, mode="reduce-overhead" if graphs else None)
+    return torch.compile(function, mode="reduce-overhead" if graphs else None)
