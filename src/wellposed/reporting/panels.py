@@ -55,6 +55,8 @@ class Curves:
     """Ticks at whole numbers only, of blocks and epochs."""
     log_x: bool = False
     """On a logarithmic scale from left to right too, with a mark at each point."""
+    marked: bool = False
+    """A mark at each point of the lines that are not broken, whatever the scale."""
     floor: float | None = None
     """Where the panel ends below, whatever lies under it."""
 
@@ -72,8 +74,9 @@ class Curves:
     def draw(self, axes: Any) -> None:
         """On axes of matplotlib."""
         for line in self.lines:
-            marker = "o" if len(line.x) == 1 or self.log_x else ""
-            how = {"linewidth": 1.8, "marker": marker, "markersize": 4 if self.log_x else 6}
+            is_marked = self.log_x or (self.marked and line.style == "-")
+            marker = "o" if len(line.x) == 1 or is_marked else ""
+            how = {"linewidth": 1.8, "marker": marker, "markersize": 4 if is_marked else 6}
             axes.plot(line.x, line.y, line.style, color=line.colour, label=line.name, **how)
             if line.low:
                 axes.vlines(line.x, line.low, line.high, colors=line.colour, linewidth=1, alpha=0.6)

@@ -60,7 +60,7 @@ def rank_curves(results: Sequence[FieldResult]) -> list[Curves]:
             over_rank.append(Line(kind, [float(result.rank or 0) for result in chosen], scores, colour))
         elif ranks:
             over_rank.append(Line(kind, [min(ranks), max(ranks)], scores * 2, colour, "--"))
-    curves = [Curves("Quality over rank", over_rank, "rank k", _UNITS[main], whole=True)] if over_rank else []
+    curves = [Curves("Quality over rank", over_rank, "rank k", _UNITS[main], marked=True)] if over_rank else []
     return [*curves, Curves("Quality over size", over_bytes, "bytes of the weights file", _UNITS[main], log_x=True)]
 
 
