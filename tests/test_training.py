@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import wellposed as wp
 from small_runs import assert_same_run, metrics, small_config, small_flags, weights
 from wellposed.cli import main
-from wellposed.errors import DivergedError, RunError
+from wellposed.errors import DivergedError, InvalidArgumentError, RunError
 from wellposed.runs import Checkpoints, read_journal, step_of
+from wellposed.training.accelerators import _check_compiler
 from wellposed.training.classification import Classification
 
 VARIANTS = {
@@ -412,3 +413,13 @@ def test_models_that_are_no_vit(tmp_path: Path) -> None:
         small_config(tmp_path / "run", model="resnet10t", data="digits", model_args={}, epochs=1), quiet=True
     )
     assert result.accuracy > 0.1
+
+
+def test_no_compiler_is_said_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(InvalidArgumentError, match=r"none of g\+\+, clang\+\+, cl is here.*--no-compile"):
+        wp.train(small_config(tmp_path / "run", compile=True))
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("CXX", "/some/where/g++")
+    _check_compiler(torch.device("cpu"))

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from shutil import which
 from typing import Any, Literal
 
 import torch
@@ -46,8 +47,22 @@ def compiled(function: Callable[..., Any], accelerator: Accelerator) -> Callable
     """`function` compiled; alone on a GPU also replayed as CUDA graphs: to start its kernels takes as long as they do.
 
     What a call returns is overwritten by the next one.
+
+    Raises:
+        InvalidArgumentError: there is no compiler for what torch.compile writes.
     """
+    _check_compiler(accelerator.device)
     # Products in float32 within a bfloat16 run are meant.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1
     return torch.compile(function, mode="reduce-overhead" if graphs else None)
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Say now what torch.compile would say late and at length."""
+    variable, names = ("CC", ["gcc", "clang", "cl"]) if device.type == "cuda" else ("CXX", ["g++", "clang++", "cl"])
+    if not os.environ.get(variable) and not any(map(which, names)):
+        raise InvalidArgumentError(
+            f"torch.compile needs a compiler, and none of {', '.join(names)} is here: install one, set {variable} to "
+            "its path, or do without (--no-compile)"
+        )
