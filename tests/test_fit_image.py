@@ -205,3 +205,12 @@ def test_ranks_are_compared_on_one_page(picture: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "all" / "results.json").read_text())) == 2
     with pytest.raises(RunError, match="made with steps=30, now it is 31"):
         compare_ranks(small_config(picture, tmp_path / "all", steps=31, tests=1), fit, ranks=[2])
+
+
+def test_where_one_run_diverges_the_page_has_the_others(picture: Path, tmp_path: Path) -> None:
+    config = small_config(picture, tmp_path / "all", steps=30, tests=1, omega=1e300)  # too much for a sine in float32
+    with pytest.raises(DivergedError, match="not finite at step 1"):
+        compare_ranks(config, wp.fields.fit_image, kinds=["full", "sine"], ranks=[2])
+    results = json.loads((tmp_path / "all" / "results.json").read_text())
+    assert [each["kind"] for each in results] == ["full"]
+    assert f"Best: full rank, {results[0]['scores']['psnr']:.2f} dB" in (tmp_path / "all" / "report.html").read_text()

@@ -1,13 +1,13 @@
 """One field at several ranks, full, low-rank and sine, side by side: the table, the curve and the page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Protocol
 
-from wellposed.errors import InvalidArgumentError, WellposedError
+from wellposed.errors import DivergedError, InvalidArgumentError, WellposedError
 from wellposed.fields.config import FieldConfig
 from wellposed.fields.layers import KINDS, Kind
 from wellposed.fields.results import FITTED, FieldResult
@@ -15,7 +15,7 @@ from wellposed.reporting import curves_figure, markdown_table, page, text_table
 from wellposed.runs import atomic_path, locked, write_json, writing_to
 from wellposed.studies.field_pictures import columns_of, lead, rank_curves, rows_of, sections
 from wellposed.studies.folders import REPORT, STUDY, check_out, claim, facts_of
-from wellposed.studies.side_by_side import run_side_by_side
+from wellposed.studies.side_by_side import LostError, run_side_by_side
 from wellposed.training.settings import FREE, RUN_CONFIG
 
 DEFAULT_RANKS = (1, 5, 10, 20, 30)
@@ -46,7 +46,8 @@ def compare_ranks(
 ) -> RankComparison:
     """Fit a field once for each of `kinds` and `ranks`, once for full rank, and write report.html and table.md.
 
-    Killed at any moment, the same call goes on with it; with other kinds and ranks it adds to what is there.
+    Killed at any moment, the same call goes on with it; with other kinds and ranks it adds to what is there. Where some
+    runs diverge, the page has the others, and the error of the first is raised after it is written.
 
     Args:
         config: everything else, with the folder for all of them.
@@ -71,14 +72,16 @@ def compare_ranks(
         module = fit.__module__
         try:
             ended = run_side_by_side(runs, partial(_fitted, fit), _finished, jobs=jobs, preload=[module])
+        except (DivergedError, LostError):
+            ended = {key: result for key, each in runs.items() if (result := _finished(each, key))}
+            if ended:  # show those that came to their end
+                _write(out, config, ended, facts_of([runs[key] for key in ended], settings))
+            raise
         except WellposedError:
             _give_back(out)
             raise
-        results = tuple(ended.values())
-        facts = facts_of(runs.values(), settings)
-        with writing_to(out):
-            _write(out, config, results, facts)
-    return RankComparison(results, out / REPORT)
+        _write(out, config, ended, facts_of(runs.values(), settings))
+    return RankComparison(tuple(ended.values()), out / REPORT)
 
 
 def _runs(config: FieldConfig, kinds: Sequence[Kind], ranks: Sequence[int]) -> dict[str, FieldConfig]:
@@ -108,13 +111,15 @@ def _give_back(out: Path) -> None:
         rmtree(out / "logs", ignore_errors=True)
 
 
-def _write(out: Path, config: FieldConfig, results: Sequence[FieldResult], facts: dict[str, str]) -> None:
-    _write_page(replace(config, out=out), results, facts)
-    with atomic_path(out / "table.md") as file:
-        table = markdown_table(columns_of(results), rows_of(results), facts)
-        file.write_text(f"{lead(results)}\n\n{table}", encoding="utf-8")
-    curves_figure(rank_curves(results), across=2, path=out / "ranks.png")
-    write_json(out / "results.json", [asdict(result) | {"out": str(result.out)} for result in results])
+def _write(out: Path, config: FieldConfig, ended: Mapping[str, FieldResult], facts: dict[str, str]) -> None:
+    results = list(ended.values())
+    with writing_to(out):
+        _write_page(replace(config, out=out), results, facts)
+        with atomic_path(out / "table.md") as file:
+            table = markdown_table(columns_of(results), rows_of(results), facts)
+            file.write_text(f"{lead(results)}\n\n{table}", encoding="utf-8")
+        curves_figure(rank_curves(results), across=2, path=out / "ranks.png")
+        write_json(out / "results.json", [asdict(result) | {"out": str(result.out)} for result in results])
 
 
 def _write_page(config: FieldConfig, results: Sequence[FieldResult], facts: dict[str, str]) -> None:
