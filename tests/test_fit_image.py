@@ -209,8 +209,21 @@ def test_ranks_are_compared_on_one_page(picture: Path, tmp_path: Path) -> None:
 
 def test_where_one_run_diverges_the_page_has_the_others(picture: Path, tmp_path: Path) -> None:
     config = small_config(picture, tmp_path / "all", steps=30, tests=1, omega=1e300)  # too much for a sine in float32
-    with pytest.raises(DivergedError, match="not finite at step 1"):
+    with pytest.raises(DivergedError, match=r"not finite at step 1 .* to its end is in .*report\.html"):
         compare_ranks(config, wp.fields.fit_image, kinds=["full", "sine"], ranks=[2])
     results = json.loads((tmp_path / "all" / "results.json").read_text())
     assert [each["kind"] for each in results] == ["full"]
-    assert f"Best: full rank, {results[0]['scores']['psnr']:.2f} dB" in (tmp_path / "all" / "report.html").read_text()
+    links = Links()
+    links.feed((tmp_path / "all" / "report.html").read_text())
+    assert f"Best: full rank, {results[0]['scores']['psnr']:.2f} dB" in links.text
+    assert "lost: sine-2" in (tmp_path / "all" / "table.md").read_text()
+
+
+def _lost(config: Any, *, quiet: bool = False) -> Any:
+    raise MemoryError("no memory")
+
+
+def test_where_no_run_begins_the_folder_stays_free(picture: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="full ended with MemoryError"):
+        compare_ranks(small_config(picture, tmp_path / "all"), _lost, kinds=["full"])
+    assert {file.name for file in (tmp_path / "all").iterdir()} == {".lock", "logs"}

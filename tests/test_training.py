@@ -418,7 +418,11 @@ def test_models_that_are_no_vit(tmp_path: Path) -> None:
 def test_no_compiler_is_said_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(InvalidArgumentError, match=r"none of g\+\+, clang\+\+, cl is here.*--no-compile"):
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(InvalidArgumentError, match=r"found no gcc or clang or cl: install one, set CC"):
+        _check_compiler(torch.device("cuda"))
+    monkeypatch.setattr("sys.platform", "linux")
+    with pytest.raises(InvalidArgumentError, match=r"found no g\+\+: install one, set CXX .*--no-compile"):
         wp.train(small_config(tmp_path / "run", compile=True))
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv("CXX", "/some/where/g++")

@@ -1,6 +1,7 @@
 """Fitting a scene: rays drawn from all training views, all of them on the device; PSNR and SSIM on held-out views."""
 
 import io
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,8 @@ class NerfTask(FieldTask):
         self.render: Callable[..., Rendered] = self.nerf.render
         if config.compile:
             self.render = compiled(self.nerf.render, accelerator)
+            if config.bf16:  # products that are left in float32 are meant
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
         super().__init__(
             *(network, replace(spec, facts=self.nerf.facts()), config, accelerator),
             batch_size=self.nerf.sampling.rays,
@@ -92,6 +95,7 @@ class NerfTask(FieldTask):
         seen, truth = self.render(self._rays.at(chosen), jitter=True), self._colours[chosen]
         error = _error(seen.colour, truth, seen.complete)
         loss = error if seen.coarse is None else error + _error(seen.coarse, truth, seen.complete)
+        # A clone, since the next step overwrites what this one returned before it is read.
         shares = {"whole_rays": seen.complete.float().mean(), "used_samples": seen.used.clone()}
         return {"loss": loss, "psnr": decibels(error.detach()), **shares}
 

@@ -46,8 +46,8 @@ def compare_ranks(
 ) -> RankComparison:
     """Fit a field once for each of `kinds` and `ranks`, once for full rank, and write report.html and table.md.
 
-    Killed at any moment, the same call goes on with it; with other kinds and ranks it adds to what is there. Where some
-    runs diverge, the page has the others, and the error of the first is raised after it is written.
+    Killed at any moment, the same call goes on with it; with other kinds and ranks it adds to what is there. Where
+    runs diverge or break off, the page has the others, and the error of the first is raised once it is written.
 
     Args:
         config: everything else, with the folder for all of them.
@@ -72,13 +72,16 @@ def compare_ranks(
         module = fit.__module__
         try:
             ended = run_side_by_side(runs, partial(_fitted, fit), _finished, jobs=jobs, preload=[module])
-        except (DivergedError, LostError):
+        except (DivergedError, LostError) as error:
             ended = {key: result for key, each in runs.items() if (result := _finished(each, key))}
-            if ended:  # show those that came to their end
-                _write(out, config, ended, facts_of([runs[key] for key in ended], settings))
-            raise
+            if not ended:
+                _give_back(out, logs=True)
+                raise
+            facts = facts_of([runs[key] for key in ended], settings)
+            _write(out, config, ended, {"lost": ", ".join(key for key in runs if key not in ended), **facts})
+            raise type(error)(f"{error}. What came to its end is in {out / REPORT}") from error
         except WellposedError:
-            _give_back(out)
+            _give_back(out, logs=False)
             raise
         _write(out, config, ended, facts_of(runs.values(), settings))
     return RankComparison(tuple(ended.values()), out / REPORT)
@@ -104,10 +107,17 @@ def _finished(config: FieldConfig, key: str) -> FieldResult | None:
     return FieldResult.read(config) if (config.folder / FITTED).exists() else None
 
 
-def _give_back(out: Path) -> None:
-    """Leave the folder free for other settings where no run has begun, as with a file that cannot be read."""
-    if not (out / "runs").exists():
-        (out / STUDY).unlink(missing_ok=True)
+def _give_back(out: Path, *, logs: bool) -> None:
+    """Leave the folder free for other settings where no run has begun, as with a file that cannot be read.
+
+    Args:
+        out: the folder.
+        logs: keep them, since a message points to them.
+    """
+    if (out / "runs").exists():
+        return
+    (out / STUDY).unlink(missing_ok=True)
+    if not logs:
         rmtree(out / "logs", ignore_errors=True)
 
 

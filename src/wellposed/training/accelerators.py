@@ -1,7 +1,7 @@
 """Where a run takes place: accelerate's view of devices, precision and processes."""
 
 import os
-import warnings
+import sys
 from collections.abc import Callable
 from shutil import which
 from typing import Any, Literal
@@ -52,17 +52,16 @@ def compiled(function: Callable[..., Any], accelerator: Accelerator) -> Callable
         InvalidArgumentError: there is no compiler for what torch.compile writes.
     """
     _check_compiler(accelerator.device)
-    # Products in float32 within a bfloat16 run are meant.
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     graphs = accelerator.device.type == "cuda" and accelerator.num_processes == 1
     return torch.compile(function, mode="reduce-overhead" if graphs else None)
 
 
 def _check_compiler(device: torch.device) -> None:
     """Say now what torch.compile would say late and at length."""
-    variable, names = ("CC", ["gcc", "clang", "cl"]) if device.type == "cuda" else ("CXX", ["g++", "clang++", "cl"])
+    names = {"darwin": ["clang++"], "win32": ["cl"]}.get(sys.platform, ["g++"])
+    variable, names = ("CC", ["gcc", "clang", "cl"]) if device.type == "cuda" else ("CXX", names)
     if not os.environ.get(variable) and not any(map(which, names)):
         raise InvalidArgumentError(
-            f"torch.compile needs a compiler, and none of {', '.join(names)} is here: install one, set {variable} to "
-            "its path, or do without (--no-compile)"
+            f"torch.compile needs a compiler and found no {' or '.join(names)}: install one, set {variable} to its "
+            "path, or do without (--no-compile)"
         )
