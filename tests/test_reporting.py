@@ -76,3 +76,10 @@ def test_a_picture_file(tmp_path: Path) -> None:
     with Image.open(tmp_path / "lines.png") as picture:
         assert picture.width > 1.3 * picture.height
         assert len(picture.convert("RGB").getcolors(2**20) or []) > 10
+
+
+def test_unbroken_lines_are_marked_where_that_is_asked_for() -> None:
+    lines = [Line("sine", [1, 5, 10], [1, 2, 3], "#cc3311"), Line("full", [1, 10], [3, 3], "#7a7f85", "--")]
+    for marked, markers in ((True, ["o", ""]), (False, ["", ""])):
+        (axes,) = curves_figure([Curves("quality", lines, "rank", "dB", marked=marked)], across=1).axes
+        assert [line.get_marker() for line in axes.lines] == markers

@@ -425,5 +425,6 @@ def test_no_compiler_is_said_before_the_run_begins(tmp_path: Path, monkeypatch: 
     with pytest.raises(InvalidArgumentError, match=r"found no g\+\+: install one, set CXX .*--no-compile"):
         wp.train(small_config(tmp_path / "run", compile=True))
     assert not (tmp_path / "run").exists()
+    _check_compiler(torch.device("mps"))  # which needs none
     monkeypatch.setenv("CXX", "/some/where/g++")
     _check_compiler(torch.device("cpu"))

@@ -1,6 +1,6 @@
 """One field at several ranks, full, low-rank and sine, side by side: the table, the curve and the page."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,16 +75,18 @@ def compare_ranks(
         except (DivergedError, LostError) as error:
             ended = {key: result for key, each in runs.items() if (result := _finished(each, key))}
             if not ended:
-                _give_back(out, logs=True)
+                _give_back(out, keep_logs=True)
                 raise
             facts = facts_of([runs[key] for key in ended], settings)
-            _write(out, config, ended, {"lost": ", ".join(key for key in runs if key not in ended), **facts})
+            lost = ", ".join(key for key in runs if key not in ended)
+            _write(out, config, tuple(ended.values()), {"lost": lost, **facts})
             raise type(error)(f"{error}. What came to its end is in {out / REPORT}") from error
         except WellposedError:
-            _give_back(out, logs=False)
+            _give_back(out, keep_logs=False)
             raise
-        _write(out, config, ended, facts_of(runs.values(), settings))
-    return RankComparison(tuple(ended.values()), out / REPORT)
+        results = tuple(ended.values())
+        _write(out, config, results, facts_of(runs.values(), settings))
+    return RankComparison(results, out / REPORT)
 
 
 def _runs(config: FieldConfig, kinds: Sequence[Kind], ranks: Sequence[int]) -> dict[str, FieldConfig]:
@@ -107,22 +109,16 @@ def _finished(config: FieldConfig, key: str) -> FieldResult | None:
     return FieldResult.read(config) if (config.folder / FITTED).exists() else None
 
 
-def _give_back(out: Path, *, logs: bool) -> None:
-    """Leave the folder free for other settings where no run has begun, as with a file that cannot be read.
-
-    Args:
-        out: the folder.
-        logs: keep them, since a message points to them.
-    """
+def _give_back(out: Path, *, keep_logs: bool) -> None:
+    """Leave the folder free for other settings where no run has begun, as with a file that cannot be read."""
     if (out / "runs").exists():
         return
     (out / STUDY).unlink(missing_ok=True)
-    if not logs:
+    if not keep_logs:
         rmtree(out / "logs", ignore_errors=True)
 
 
-def _write(out: Path, config: FieldConfig, ended: Mapping[str, FieldResult], facts: dict[str, str]) -> None:
-    results = list(ended.values())
+def _write(out: Path, config: FieldConfig, results: Sequence[FieldResult], facts: dict[str, str]) -> None:
     with writing_to(out):
         _write_page(replace(config, out=out), results, facts)
         with atomic_path(out / "table.md") as file:

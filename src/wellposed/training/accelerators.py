@@ -58,9 +58,9 @@ def compiled(function: Callable[..., Any], accelerator: Accelerator) -> Callable
 
 def _check_compiler(device: torch.device) -> None:
     """Say now what torch.compile would say late and at length."""
-    names = {"darwin": ["clang++"], "win32": ["cl"]}.get(sys.platform, ["g++"])
-    variable, names = ("CC", ["gcc", "clang", "cl"]) if device.type == "cuda" else ("CXX", names)
-    if not os.environ.get(variable) and not any(map(which, names)):
+    on_cpu = {"darwin": ["clang++"], "win32": ["cl"]}.get(sys.platform, ["g++"])
+    variable, names = {"cuda": ("CC", ["gcc", "clang", "cl"]), "cpu": ("CXX", on_cpu)}.get(device.type, ("", []))
+    if names and not os.environ.get(variable) and not any(map(which, names)):
         raise InvalidArgumentError(
             f"torch.compile needs a compiler and found no {' or '.join(names)}: install one, set {variable} to its "
             "path, or do without (--no-compile)"
